@@ -1,0 +1,274 @@
+"""Cached token arrays on disk, and the batches that a model sees.
+
+A split is three arrays: `tokens.npy` (all sequences end to end, as raw values), `offsets.npy` (where
+each sequence starts; one more entry than sequences) and `labels.npy`. A batch widens the values to
+ids, id = value + 1, so that id 0 is padding in every task and can never be mistaken for data.
+
+Shapes: B batch, S sequences per example, L length, N examples of the split.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ARRAYS = ("tokens", "offsets", "labels")
+PAD_MULTIPLE = 64  # batches pad to a multiple of this, so that kernels see few distinct lengths
+BUCKET_WINDOW = 64  # batches sorted by length together; larger wastes less padding, mixes less
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Token ids, true lengths and labels of some examples; rows are padded with id 0."""
+
+    tokens_BSL: Tensor
+    lengths_BS: Tensor
+    labels_B: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels_B)
+
+    def split(self, size: int | None) -> Iterator[Batch]:
+        """Cut into micro-batches of at most `size` rows; None keeps the batch whole."""
+        for i in range(0, len(self), size or len(self)):
+            rows = slice(i, i + (size or len(self)))
+            yield Batch(self.tokens_BSL[rows], self.lengths_BS[rows], self.labels_B[rows])
+
+    def to(self, device: Any) -> Batch:
+        """Move to a device without waiting for the copy."""
+        return Batch(
+            *(
+                t.to(device, non_blocking=True)
+                for t in (self.tokens_BSL, self.lengths_BS, self.labels_B)
+            )
+        )
+
+    def pin_memory(self) -> Batch:
+        """Page-locked copies, for overlapping the transfer to a GPU."""
+        return Batch(
+            self.tokens_BSL.pin_memory(), self.lengths_BS.pin_memory(), self.labels_B.pin_memory()
+        )
+
+
+class TokenArrays:
+    """One split, memory-mapped; opening reads offsets and labels only.
+
+    Raises:
+        ValueError: an array is missing, truncated, or does not fit the others.
+    """
+
+    def __init__(self, folder: Path, num_sequences: int) -> None:
+        self.folder = folder
+        self.num_sequences = num_sequences
+        self.tokens = _load(folder / "tokens.npy", mmap=True)
+        offsets = _load(folder / "offsets.npy")
+        self.labels = _load(folder / "labels.npy")
+        if len(offsets) != len(self.labels) * num_sequences + 1 or offsets[-1] != len(self.tokens):
+            raise ValueError(
+                f"{folder}: arrays do not fit together ({len(self.labels)} labels, {len(offsets)} offsets, "
+                f"{len(self.tokens)} tokens); delete the cache folder and prepare the data again"
+            )
+        self.starts_NS = offsets[:-1].reshape(-1, num_sequences)
+        self.lengths_NS = np.diff(offsets).reshape(-1, num_sequences)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Longest sequence of each example [N]."""
+        return self.lengths_NS.max(axis=1)
+
+    def subset(self, rows: np.ndarray) -> TokenArrays:
+        """The examples at `rows`, on the same mapped tokens."""
+        part = copy.copy(self)
+        part.starts_NS, part.lengths_NS = self.starts_NS[rows], self.lengths_NS[rows]
+        part.labels = self.labels[rows]
+        return part
+
+    def sequence(self, index: int, position: int = 0) -> np.ndarray:
+        """Raw values of one sequence of one example."""
+        start = self.starts_NS[index, position]
+        return self.tokens[start : start + self.lengths_NS[index, position]]
+
+    def batch(self, indices: np.ndarray, pad_to: int | None = None) -> Batch:
+        """Widen the examples at `indices` to ids, padded to `pad_to` or to their own longest row."""
+        import torch
+
+        lengths_BS = self.lengths_NS[indices]
+        width = pad_to or max(1, -(-int(lengths_BS.max()) // PAD_MULTIPLE)) * PAD_MULTIPLE
+        tokens_BSL = np.zeros((*lengths_BS.shape, width), np.int64)
+        for i, index in enumerate(indices):
+            for s, length in enumerate(lengths_BS[i]):
+                # One step from mapped bytes to ids: value + 1, so that 0 stays free for padding.
+                np.add(self.sequence(index, s), 1, out=tokens_BSL[i, s, :length], dtype=np.int64)
+        labels_B = self.labels[indices].astype(np.int64)
+        return Batch(
+            torch.from_numpy(tokens_BSL), torch.from_numpy(lengths_BS), torch.from_numpy(labels_B)
+        )
+
+
+def _load(path: Path, mmap: bool = False) -> np.ndarray:
+    try:
+        if mmap and path.stat().st_size > 0:
+            array_ = np.load(path, mmap_mode="r", allow_pickle=False)
+        else:
+            array_ = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(
+            f"{path}: unreadable or truncated cache file ({error}); delete the folder {path.parent.parent} "
+            "and prepare the data again"
+        ) from None
+    return array_
+
+
+class SplitWriter:
+    """Streams examples of one split to disk; `close` returns counts and checksums."""
+
+    def __init__(
+        self, folder: Path, num_sequences: int, num_values: int, num_classes: int, max_length: int
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.num_sequences, self.max_length = folder, num_sequences, max_length
+        self.dtype = np.dtype(np.uint8 if num_values <= 256 else np.uint16)
+        self.num_values, self.num_classes = num_values, num_classes
+        self.file: BinaryIO = (folder / "tokens.npy").open("wb+")
+        # The header is rewritten at the end; numpy leaves room in it for any length.
+        np.lib.format.write_array_header_1_0(self.file, self._header(0))
+        self.lengths, self.labels = array("q"), array("q")
+        self.truncated, self.longest = 0, 0
+
+    def _header(self, size: int) -> dict[str, Any]:
+        return {"descr": self.dtype.str, "fortran_order": False, "shape": (size,)}
+
+    def add(self, sequences: tuple[np.ndarray | bytes, ...], label: int) -> None:
+        """Append one example, cut to `max_length` values per sequence (the cut is counted)."""
+        if len(sequences) != self.num_sequences:
+            raise ValueError(f"{self.folder.name}: example {len(self.labels)} has {len(sequences)} sequences, "
+                             f"expected {self.num_sequences}")  # fmt: skip
+        if not 0 <= label < self.num_classes:
+            raise ValueError(f"{self.folder.name}: example {len(self.labels)} has label {label}, "
+                             f"expected 0 to {self.num_classes - 1}")  # fmt: skip
+        cut = False
+        for values in sequences:
+            if not isinstance(values, bytes) and values.dtype != self.dtype:
+                if (
+                    values.size
+                    and not 0 <= int(values.min()) <= int(values.max()) < self.num_values
+                ):
+                    raise ValueError(f"{self.folder.name}: example {len(self.labels)} has values outside "
+                                     f"0 to {self.num_values - 1}")  # fmt: skip
+                values = values.astype(self.dtype)
+            self.longest = max(self.longest, len(values))
+            cut |= len(values) > self.max_length
+            values = values[: self.max_length]
+            self.lengths.append(len(values))
+            self.file.write(values)
+        self.truncated += cut
+        self.labels.append(label)
+
+    def close(self) -> dict[str, Any]:
+        """Finish the files and describe them: counts, label histogram, SHA-256 of each array."""
+        offsets = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(np.frombuffer(self.lengths, np.int64) if self.lengths else [], out=offsets[1:])
+        labels = np.array(self.labels, np.int64)
+        self.file.seek(0)
+        np.lib.format.write_array_header_1_0(self.file, self._header(int(offsets[-1])))
+        self.file.close()
+        np.save(self.folder / "offsets.npy", offsets)
+        np.save(self.folder / "labels.npy", labels)
+        values = (
+            np.load(self.folder / "tokens.npy", mmap_mode="r")
+            if offsets[-1]
+            else np.zeros(0, self.dtype)
+        )
+        for start in range(0, len(values), 1 << 24):
+            if int(values[start : start + (1 << 24)].max()) >= self.num_values:
+                raise ValueError(
+                    f"{self.folder.name}: a value is outside 0 to {self.num_values - 1}"
+                )
+        lengths = np.diff(offsets)
+        return {
+            "num_examples": len(labels),
+            "truncated": self.truncated,
+            "longest_source": self.longest,
+            "label_histogram": np.bincount(labels, minlength=self.num_classes).tolist(),
+            "length_percentiles": {
+                str(q): int(np.percentile(lengths, q, method="nearest")) if len(lengths) else 0
+                for q in (0, 5, 25, 50, 75, 95, 100)
+            },
+            "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
+            "sha256": {name: file_sha256(self.folder / f"{name}.npy") for name in ARRAYS},
+        }
+
+
+def file_sha256(path: Path) -> str:
+    """Checksum of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def num_train_batches(num_examples: int, batch_size: int) -> int:
+    """Batches per epoch: the remainder waits for a later epoch's shuffle; a tiny set is one batch."""
+    return max(1, num_examples // batch_size)
+
+
+def epoch_order(
+    lengths: np.ndarray, batch_size: int, *, seed: int, epoch: int, bucketing: bool
+) -> list[np.ndarray]:
+    """The batches of one epoch as example indices; depends on the arguments alone.
+
+    With `bucketing`, windows of the shuffled order are sorted by length and cut into batches, whose
+    order is shuffled again: rows of a batch are of similar length, and no length comes first.
+    """
+    rng = np.random.default_rng([seed, epoch])
+    order = rng.permutation(len(lengths))
+    num_batches = num_train_batches(len(order), batch_size)
+    order = order[: num_batches * batch_size]
+    if bucketing:
+        window = BUCKET_WINDOW * batch_size
+        for start in range(0, len(order), window):
+            part = order[start : start + window]
+            order[start : start + window] = part[np.argsort(lengths[part], kind="stable")]
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    if bucketing:
+        for start in range(0, num_batches, BUCKET_WINDOW):
+            window_batches = batches[start : start + BUCKET_WINDOW]
+            shuffled = rng.permutation(len(window_batches))
+            batches[start : start + BUCKET_WINDOW] = [window_batches[i] for i in shuffled]
+    return batches
+
+
+def train_batches(
+    lengths: np.ndarray,
+    batch_size: int,
+    *,
+    seed: int,
+    bucketing: bool,
+    first_step: int,
+    last_step: int,
+) -> Iterator[np.ndarray]:
+    """Example indices of steps `first_step` .. `last_step`; step 1 is the first batch of epoch 0."""
+    per_epoch = num_train_batches(len(lengths), batch_size)
+    epoch, batches = -1, []
+    for step in range(first_step, last_step + 1):
+        if (step - 1) // per_epoch != epoch:
+            epoch = (step - 1) // per_epoch
+            batches = epoch_order(lengths, batch_size, seed=seed, epoch=epoch, bucketing=bucketing)
+        yield batches[(step - 1) % per_epoch]
+
+
+def eval_batches(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
+    """Every example once, neighbours in length together, longest first; the last may be short."""
+    order = np.argsort(-lengths, kind="stable")
+    return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
