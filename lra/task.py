@@ -82,7 +82,11 @@ class Task:
         """Further facts that decide what a number means, e.g. validation or difficulty."""
         return {"validation": "val", "difficulty": None}
 
-    def source(self) -> str:
+    def deviations(self) -> list[str]:
+        """How the data differ from the benchmark's own, e.g. other generator limits; [] if not."""
+        return []
+
+    def describe_source(self) -> str:
         """The source in words, for people: a path, or the generator and its seed."""
         raise NotImplementedError
 
@@ -215,10 +219,21 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
             f"{folder / 'meta.json'}: damaged ({error}); delete the folder and prepare again"
         ) from None
     for split in SPLITS:
+        if task.strict and meta["splits"][split]["truncated"]:
+            message = truncation(task, split, meta["splits"][split])
+            raise ValueError(f"{message}; raise it, or set task.strict=false to have them cut")
         limit = getattr(task, f"limit_{split}")
         if limit is not None:
             splits[split] = splits[split].subset(stratified(splits[split].labels, limit))
     return Dataset(**splits, meta=meta, folder=folder)
+
+
+def truncation(task: Task, split: str, report: dict[str, Any]) -> str:
+    """How many examples of a split do not fit, in words."""
+    return (
+        f"task '{task.name}': {report['truncated']} of {report['num_examples']} {split} examples are "
+        f"longer than task.max_length={task.max_length} (longest: {report['longest_source']})"
+    )
 
 
 def stratified(labels: np.ndarray, size: int, seed: int = 0) -> np.ndarray:
@@ -265,12 +280,12 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         "task": task.name,
         "fingerprint": fingerprint,
         "kind": task.kind,
-        "source": task.source(),
+        "source": task.describe_source(),
         "max_length": task.max_length,
         "settings": task.settings(),
         "splits": {},
     }
-    print(f"preparing {task.name} from {task.source()}", file=sys.stderr, flush=True)
+    print(f"preparing {task.name} from {task.describe_source()}", file=sys.stderr, flush=True)
     try:
         for split in SPLITS:
             task.skipped[split] = []
@@ -293,17 +308,12 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
             report = writer.close()
             if not report["num_examples"]:
                 raise ValueError(
-                    f"task '{task.name}': the {split} split of {task.source()} is empty"
+                    f"task '{task.name}': the {split} split of {task.describe_source()} is empty"
                 )
             if report["truncated"]:
-                message = (
-                    f"task '{task.name}': {report['truncated']} of {report['num_examples']} {split} examples are longer "
-                    f"than task.max_length={task.max_length} (longest: {report['longest_source']})"
-                )
+                message = truncation(task, split, report)
                 if task.strict:
-                    raise ValueError(
-                        f"{message}; raise task.max_length or set task.strict=false to cut them"
-                    )
+                    raise ValueError(f"{message}; raise it, or set task.strict=false to cut them")
                 print(f"  {message}; cut", file=sys.stderr)
             report["skipped"] = task.skipped[split]
             meta["splits"][split] = report

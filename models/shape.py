@@ -23,6 +23,7 @@ class Shape:
     head_dim: int | None = None  # None: d_model / num_heads
     dropout: float = 0.1
     attention_dropout: float = 0.1
+    activation_dropout: float | None = None  # inside the feed-forward; None: as dropout
     activation: Literal["gelu", "relu"] = "gelu"
     norm: Literal["pre", "post"] = "pre"
     positions: Literal["learned", "sinusoidal", "none"] = "learned"
@@ -31,7 +32,7 @@ class Shape:
     attention_bias: bool = True
     tie_layers: bool = False  # one block applied num_layers times
     init: Literal["torch", "bert", "lra"] = "torch"
-    pooling: Literal["mean", "cls", "first", "max", "attention"] = "mean"
+    pooling: Literal["mean", "padded_mean", "cls", "first", "max", "attention"] = "mean"
     head_hidden: tuple[int, ...] = (128,)  # widths of the classifier's hidden layers
     head_bias: bool = True  # bias of the classifier's last layer
     pair_features: Literal["four", "concat"] = "four"  # u, v, u*v, u-v or u, v
@@ -40,8 +41,8 @@ class Shape:
         for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"shape.{name}={getattr(self, name)}: expected at least 1")
-        for name in ("dropout", "attention_dropout"):
-            if not 0 <= getattr(self, name) < 1:
+        for name in ("dropout", "attention_dropout", "activation_dropout"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"shape.{name}={getattr(self, name)}: expected 0 <= {name} < 1")
         if any(width < 1 for width in self.head_hidden):
             raise ValueError(

@@ -1,0 +1,80 @@
+"""From plain config to objects: the task, the model, and the typed form of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lra.config import RunConfig, check, fill, load_target
+
+if TYPE_CHECKING:
+    from lra.task import Task
+    from models.classifier import Classifier
+
+
+def make_task(config: RunConfig) -> Task:
+    """The task that `task._target_` names.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value out of range.
+    """
+    target, knobs = _target(config.task, "task")
+    return fill(target, knobs, "task", data_dir=config.paths.data)
+
+
+def make_model(config: RunConfig, task: Task, model: Mapping[str, Any] | None = None) -> Classifier:
+    """The classifier around `model` (default: the config's), with fresh weights.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value out of range.
+    """
+    from models.classifier import Classifier
+    from models.encoder import make_encoder
+    from models.shape import Shape
+
+    target, knobs = _target(config.model if model is None else model, "model")
+    shape = fill(
+        Shape, config.shape, "shape", vocab_size=task.vocab_size, max_length=task.max_length
+    )
+    encoder = make_encoder(target, shape, **check(target, knobs, "model", ["shape"]))
+    return Classifier(encoder, shape, task.num_classes, task.num_sequences)
+
+
+def model_name(model: Mapping[str, Any]) -> str:
+    """A model is called after its file: `models.luna.LunaEncoder` is `luna`."""
+    return str(model.get("_target_", "")).split(".")[-2:][0]
+
+
+def resolved(config: RunConfig) -> dict[str, Any]:
+    """The whole config as plain values, defaults filled in and types settled; what a run is hashed by."""
+    from models.shape import Shape
+
+    task_target, task = _target(config.task, "task")
+    model_target, model = _target(config.model, "model")
+    plain = dataclasses.asdict(config) | {
+        "task": {"_target_": config.task["_target_"]} | check(task_target, task, "task", ["data_dir"]),
+        "model": {"_target_": config.model["_target_"]}
+        | check(model_target, model, "model", ["shape"]),
+        "shape": check(Shape, config.shape, "shape", ["vocab_size", "max_length"]),
+    }
+    return _plain(plain)
+
+
+def num_params(model: Any) -> int:
+    """Trainable parameters, shared ones counted once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def _target(section: Mapping[str, Any], key: str) -> tuple[type, dict[str, Any]]:
+    knobs = dict(section)
+    return load_target(knobs.pop("_target_", None), key), knobs
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value.as_posix() if isinstance(value, Path) else value

@@ -1,0 +1,128 @@
+"""Checkpoints: written whole or not at all, the last two kept, loaded as weights only."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+KEEP = 2
+FORMAT_VERSION = 1
+
+
+def save(folder: Path, step: int, state: dict[str, Any]) -> None:
+    """Write `step-<step>.pt`, then drop older ones and weights that no kept checkpoint calls best.
+
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints stay as they are.
+    """
+    write(folder / f"step-{step:08d}.pt", {"format": FORMAT_VERSION, **state})
+    kept = checkpoints(folder)[:KEEP]
+    for path in checkpoints(folder)[KEEP:]:
+        path.unlink()
+    oldest = step_of(kept[-1])
+    # A best checkpoint that is newer than the oldest kept state, or the newest before it, may be needed.
+    best = sorted(folder.glob("best-*.pt"), key=step_of, reverse=True)
+    needed = [p for p in best if step_of(p) > oldest] + [p for p in best if step_of(p) <= oldest][
+        :1
+    ]
+    for path in set(best) - set(needed):
+        path.unlink()
+
+
+def write(path: Path, state: dict[str, Any]) -> None:
+    """Save to a temporary name, flush to disk, rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, RuntimeError):  # how torch reports a failed write
+            raise OSError(f"{path}: checkpoint not written ({error})") from error
+        raise
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Load tensors and plain values; nothing in the file is executed.
+
+    Raises:
+        ValueError: the file is truncated, damaged or of another format.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path}: not a readable checkpoint ({reason})") from None
+    if not isinstance(state, dict) or "model" not in state:
+        raise ValueError(f"{path}: not a checkpoint of this program (no model weights in it)")
+    return state
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The states of a run, newest first."""
+    return sorted(folder.glob("step-*.pt"), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint's file name."""
+    match = re.fullmatch(r"(?:step|best)-(\d+)\.pt", path.name)
+    if not match:
+        raise ValueError(f"{path}: expected a name like step-00000100.pt")
+    return int(match[1])
+
+
+def load_latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest readable state, or None, with a warning for each file that had to be passed over."""
+    for stale in folder.glob(".*.tmp"):
+        stale.unlink()
+    warnings = []
+    for path in checkpoints(folder):
+        try:
+            return read(path), warnings
+        except ValueError as error:
+            warnings.append(f"{error}; trying the one before it")
+    return None, warnings
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all generators that a model could draw from."""
+    numpy_state = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (
+            numpy_state[0],
+            torch.from_numpy(numpy_state[1].astype(np.int64)),
+            *numpy_state[2:],
+        ),
+    }
+
+
+def restore_random_states(states: dict[str, Any]) -> None:
+    """Undo `random_states`."""
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator from the run's seed."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)

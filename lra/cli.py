@@ -1,0 +1,92 @@
+"""The only module that knows Hydra: composed configs in, typed configs out, complaints in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lra.config import RunConfig, fill, flatten, nearest
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 75
+
+
+def typed(cfg: DictConfig) -> RunConfig:
+    """A composed config as plain values, checked.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value out of range; names the key.
+    """
+    values: Any = OmegaConf.to_container(cfg, resolve=True)
+    return fill(RunConfig, values)
+
+
+def compose_config(overrides: list[str]) -> DictConfig:
+    """Compose from `configs/`, inside a running Hydra program or outside one."""
+    if GlobalHydra.instance().is_initialized():
+        return compose("config", overrides=overrides)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("config", overrides=overrides)
+
+
+def explain(error: Exception, overrides: list[str]) -> str:
+    """One clear message for what Hydra refused: the key, what is allowed and the nearest known name."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={choice}: not a choice; {nearest(choice, error.options)}"
+    match = re.search(r"Could not override '([^']+)'", str(error))
+    if match:
+        key = match[1].lstrip("+~")
+        choices = [o for o in overrides if re.fullmatch(rf"({'|'.join(GROUPS)})=\w+", o)]
+        given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
+        section, _, name = key.rpartition(".")
+        known = list(flatten(_plain(compose_config(choices))))
+        inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
+        top = sorted({k.split(".")[0] for k in known} | set(GROUPS))
+        return f"{given}: unknown key; {nearest(name, inside or top)}"
+    return str(error)
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(cfg, resolve=False)
+    return plain
+
+
+def run_program(main: Callable[[], Any], exit_code: Callable[[], int]) -> None:
+    """Run a Hydra program; report user errors as one message and leave with a code of its own."""
+    # Let errors out of Hydra, which would print its own advice; they are worded here.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    signal.signal(signal.SIGTERM, _terminate)
+    overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        fail(explain(error, overrides))
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(exit_code())
+
+
+def fail(message: str) -> None:
+    """Print an error and leave with the code for wrong input."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(EXIT_USAGE)
+
+
+def _terminate(_number: int, _frame: object) -> None:
+    sys.exit(EXIT_INTERRUPTED)

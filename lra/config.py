@@ -1,0 +1,287 @@
+"""Typed configuration: plain values in, checked objects out, every complaint naming the key.
+
+`fill` calls a class with values from a config, after checking names and types against the class's
+own signature. The signature is the schema; there is no second list of keys to keep in step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import inspect
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+MISSING = "???"  # how a config says that a value has yet to be given
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Budget, optimiser and protocol of a run. Counted in steps; an epoch is only ever derived."""
+
+    num_steps: int
+    batch_size: int
+    lr: float  # see `schedule` for what it scales
+    warmup_steps: int
+    eval_every: int
+    schedule: Literal["constant", "one_cycle", "inverse_sqrt", "rsqrt", "cosine"] = "one_cycle"
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0  # decoupled, on all parameters
+    clip_norm: float | None = None
+    selection: Literal["best_val", "last"] = "best_val"  # whose test accuracy is reported
+    length_bucketing: bool = True
+    pad_to_max: bool = False
+    allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
+    log_every: int = 10
+    checkpoint_every: int | None = None  # None: at every evaluation, at most once a minute
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size", "eval_every", "log_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"train.{name}={value}: expected at least 1")
+        for name in ("lr", "eps", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"train.{name}={value}: expected a number above 0")
+        for beta in self.betas:
+            if not 0 <= beta < 1:
+                raise ValueError(f"train.betas={list(self.betas)}: expected 0 <= beta < 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"train.weight_decay={self.weight_decay}: expected at least 0")
+        if self.warmup_steps < 0:
+            raise ValueError(f"train.warmup_steps={self.warmup_steps}: expected at least 0")
+        if (
+            self.schedule != "constant"
+            and self.warmup_steps >= self.num_steps
+            and not self.allow_unreached_peak
+        ):
+            raise ValueError(
+                f"train.warmup_steps={self.warmup_steps} is not below train.num_steps={self.num_steps}: "
+                f"the rate would rise to {100 * self.num_steps / self.warmup_steps:.1f} % of its peak "
+                "at most; lower warmup_steps, or set train.allow_unreached_peak=true if that is meant"
+            )
+
+
+@dataclass(frozen=True)
+class HardwareConfig:
+    """Where and how a run computes: changes speed and memory, never batch size, rate or data order."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
+    num_threads: int | None = None  # None: as PyTorch chooses
+    num_workers: int = 0  # processes that build batches; 0 builds them in the main process
+    micro_batch_size: int | None = None  # rows per forward pass; None: the whole batch
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_threads", 1), ("num_workers", 0), ("micro_batch_size", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"hardware.{name}={value}: expected at least {least}")
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Folders; relative ones are taken from where the command was started."""
+
+    data: Path
+    cache: Path
+    outputs: Path
+    results: Path
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where curves go besides the run's own metrics.jsonl."""
+
+    name: Literal["none"] = "none"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, typed. `task`, `model` and `shape` stay plain until their classes are imported."""
+
+    seed: int
+    task: dict[str, Any]
+    model: dict[str, Any]
+    shape: dict[str, Any]
+    train: TrainConfig
+    hardware: HardwareConfig
+    logger: LoggerConfig
+    paths: Paths
+    recipe: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: expected 0 to 2**32 - 1")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`did you mean ...?` and the list of what is known."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean '{close[0]}'? " if close else ""
+    return f"{hint}known: {', '.join(known) or 'none'}"
+
+
+def fill(target: Callable[..., T], values: Mapping[str, Any], key: str = "", **context: Any) -> T:
+    """Call `target` with `values` checked against its signature, plus `context` as it stands.
+
+    Raises:
+        ValueError: see `check`; or the target itself refuses a value.
+    """
+    return target(**context, **check(target, values, key, context))
+
+
+def check(
+    target: Callable[..., Any], values: Mapping[str, Any], key: str = "", context: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`values` as arguments of `target`, converted to its annotations, with its defaults filled in.
+
+    Args:
+        target: a dataclass or any class with annotated parameters.
+        values: plain values, e.g. a part of the composed config.
+        key: where `values` stand in the config, for messages; empty at the top.
+        context: parameters that the caller supplies, which a config may not set.
+
+    Raises:
+        ValueError: an unknown or missing key, or a value of another type; names the key, the value,
+            what is allowed and the nearest known name.
+    """
+    parameters = inspect.signature(target).parameters
+    is_dataclass = isinstance(target, type) and dataclasses.is_dataclass(target)
+    function = target if is_dataclass or not isinstance(target, type) else target.__init__
+    hints = typing.get_type_hints(function)
+    allowed = [name for name in parameters if name not in set(context)]
+    prefix = f"{key}." if key else ""
+    arguments = {}
+    for name, value in values.items():
+        if name not in allowed:
+            raise ValueError(f"{prefix}{name}={_show(value)}: unknown key; {nearest(name, allowed)}")
+        if value != MISSING:
+            arguments[name] = convert(value, hints.get(name, Any), f"{prefix}{name}")
+    for name in allowed:
+        default = parameters[name].default
+        if name in arguments:
+            continue
+        if default is inspect.Parameter.empty:
+            raise ValueError(f"{prefix}{name} is missing; set it in a config or on the command line")
+        # A dataclass shows `field(default_factory=...)` as a marker; it fills that in itself.
+        if type(default).__name__ != "_HAS_DEFAULT_FACTORY_CLASS":
+            arguments[name] = default
+    return arguments
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+    """Check one value against a type annotation; numbers are never guessed from strings.
+
+    Raises:
+        ValueError: names the key, the value and what is allowed.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        for arg in args:
+            try:
+                return convert(value, arg, key)
+            except ValueError:
+                continue
+    elif origin is Literal:
+        if value in args and type(value) in {type(a) for a in args}:
+            return value
+        raise ValueError(
+            f"{key}={_show(value)}: not a choice; {nearest(str(value), map(str, args))}"
+        )
+    elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return fill(hint, value, key)
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
+        inner = args if origin is tuple and args[-1] is not ... else [args[0]] * len(value)
+        if len(inner) == len(value):
+            return origin(
+                convert(v, h, f"{key}[{i}]")
+                for i, (v, h) in enumerate(zip(value, inner, strict=True))
+            )
+    elif origin is dict and isinstance(value, Mapping):
+        return dict(value)
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif isinstance(hint, type) and type(value) is hint:
+        return value
+    raise ValueError(f"{key}={_show(value)}: expected {_describe(hint)}")
+
+
+def load_target(path: Any, key: str) -> type:
+    """Import the class that a config's `_target_` names, e.g. `models.luna.LunaEncoder`.
+
+    Raises:
+        ValueError: there is no such module or class.
+    """
+    module, _, name = str(path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{key}._target_={path}: cannot be imported ({error})") from None
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Identity of a setting: hash of the resolved config without seed, paths, hardware and logger."""
+    kept = {k: v for k, v in config.items() if k not in ("seed", "paths", "hardware", "logger")}
+    # These two change what is written while a run goes on, not its numbers.
+    kept["train"] = {
+        k: v for k, v in kept["train"].items() if k not in ("log_every", "checkpoint_every")
+    }
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
+
+
+def _describe(hint: Any) -> str:
+    if hint is type(None):
+        return "null"
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(a) for a in args)
+    if typing.get_origin(hint) in (list, tuple):
+        return (
+            f"a list of {_describe(args[0])}"
+            if args[-1] is ...
+            else f"a list of {len(args)} numbers"
+        )
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        Path: "a path",
+    }
+    return names.get(hint, getattr(hint, "__name__", str(hint)))

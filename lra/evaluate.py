@@ -1,0 +1,61 @@
+"""Exact loss and accuracy of a split: every example once, the last short batch included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lra.data import TokenArrays, eval_batches
+from lra.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Accuracy as a fraction, mean loss in nats, and which examples [N] were right."""
+
+    accuracy: float
+    loss: float
+    num_examples: int
+    correct_N: np.ndarray
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    split: TokenArrays,
+    hardware: Hardware,
+    *,
+    batch_size: int,
+    pad_to: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> Metrics:
+    """Evaluate without dropout; the model's mode and all random states are left as they were.
+
+    `check` is called between batches and may raise to stop early.
+    """
+    was_training = model.training
+    model.eval()
+    losses, hits, order = [], [], eval_batches(split.lengths, batch_size)
+    try:
+        for indices in order:
+            check()
+            batch = split.batch(indices, pad_to).to(hardware.device)
+            with hardware.autocast():
+                logits_BC = model(batch.tokens_BSL, batch.lengths_BS)
+            losses.append(F.cross_entropy(logits_BC.float(), batch.labels_B, reduction="none"))
+            hits.append(logits_BC.argmax(dim=1) == batch.labels_B)
+    finally:
+        model.train(was_training)
+    correct_N = np.zeros(len(split), bool)
+    correct_N[np.concatenate(order)] = torch.cat(hits).cpu().numpy()
+    return Metrics(
+        accuracy=int(correct_N.sum()) / len(split),
+        loss=float(torch.cat(losses).double().sum()) / len(split),
+        num_examples=len(split),
+        correct_N=correct_N,
+    )

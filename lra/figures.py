@@ -1,0 +1,200 @@
+"""Figures as SVG and PNG, byte for byte the same on every rebuild. Needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lra.benchmarks import Benchmark, slope
+from lra.leaderboard import TASKS, TITLES, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart with any colour vision; markers and dashes do it in grey.
+COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (8, 2, 2, 2)))
+FIRST = ("softmax", "luna", "nystromformer", "fastformer")  # have the same style in every project
+RC = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
+      "axes.spines.right": False, "font.size": 8}  # fmt: skip
+MAX_CURVES = 8  # lines in one panel
+
+
+def available() -> str:
+    """Empty if figures can be drawn, else why not and what to do."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        return "figures skipped: matplotlib is missing; pip install 'lra-harness[tables]'"
+    return ""
+
+
+def draw(rows: Sequence[Row], benchmarks: Sequence[Benchmark]) -> dict[str, bytes]:
+    """All figures: file name to content, an SVG and a PNG of each."""
+    models = {row.model for row in rows} | {c.model for b in benchmarks for c in b.cells}
+    styles = model_styles(models)
+    figures = {}
+    if rows:
+        figures["accuracy_speed"] = accuracy_speed(rows, styles)
+        figures["learning_curves"] = learning_curves(rows, styles)
+    for benchmark in benchmarks:
+        if any(c.status == "ok" for c in benchmark.cells):
+            figures[f"benchmark_{benchmark.name}"] = by_length(benchmark, styles)
+    return {f"{name}.{kind}": encode(figure, name, kind)
+            for name, figure in figures.items() for kind in ("svg", "png")}  # fmt: skip
+
+
+def model_styles(models: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour and marker of each model, the same in every figure."""
+    names = [*FIRST, *sorted(set(models) - set(FIRST))]
+    return {name: {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
+            for i, name in enumerate(names)}  # fmt: skip
+
+
+def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
+    """One panel a task; bubble area is peak memory, hollow where memory was not counted."""
+    figure, panels = _panels("Test accuracy against training speed (bubble area: peak memory)")
+    for task, axes in zip(TASKS, panels, strict=True):
+        cells = [(row, row.cells[task]) for row in rows if task in row.cells]
+        memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
+        largest, devices = max(memory, default=0), set()
+        for (row, cell), used in zip(cells, memory, strict=True):
+            speeds = [s for s in (r.speed.get("tokens_per_s") for r in cell.runs) if s]
+            if not speeds:
+                continue
+            devices |= {f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs}
+            x, color = sum(speeds) / len(speeds), styles[row.model]["color"]
+            axes.errorbar(x, cell.mean, cell.std or 0, color=color, linewidth=1, capsize=3)
+            area = max(25, 400 * used / largest) if used else 45
+            axes.scatter(x, cell.mean, marker=styles[row.model]["marker"], edgecolor=color, s=area,
+                         facecolor=color if used else "none", alpha=0.75)  # fmt: skip
+            if sum(other.model == row.model for other, _ in cells) > 1:
+                axes.annotate(row.variant, (x, cell.mean), xytext=(0, -16), fontsize=6, ha="center",
+                              textcoords="offset points")  # fmt: skip
+        if largest:
+            axes.text(0.02, 0.04, f"largest bubble: {largest / 2**30:.2g} GiB", fontsize=6.5,
+                      transform=axes.transAxes)  # fmt: skip
+        if devices:
+            axes.set_xscale("log")
+            _plain_log(axes.xaxis)
+            axes.tick_params(axis="x", rotation=30)
+        axes.margins(0.2)
+        axes.set_title("\n".join([TITLES[task], "; ".join(sorted(devices))[:60]]), fontsize=9)
+        axes.set_xlabel("training speed (tokens/s)")
+        axes.set_ylabel("test accuracy (%)")
+    from matplotlib.lines import Line2D
+
+    models = [m for m in styles if any(row.model == m for row in rows)]
+    figure.legend(handles=[Line2D([], [], linestyle="", label=m, **styles[m]) for m in models],
+                  loc="outside lower center", ncols=6)  # fmt: skip
+    return figure
+
+
+def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
+    """One panel a task: mean validation accuracy by step, the band spans the seeds."""
+    several = len({row.recipe for row in rows}) > 1
+    figure, panels = _panels("Validation accuracy while training (line: mean, band: all seeds)")
+    for task, axes in zip(TASKS, panels, strict=True):
+        cells = [(row, row.cells[task]) for row in rows if task in row.cells]
+        cells.sort(key=lambda item: -item[1].mean)
+        seen: dict[str, int] = {}
+        for row, cell in cells[:MAX_CURVES]:
+            by_step: dict[int, list[float]] = {}
+            for run in cell.runs:
+                for point in run.curve:
+                    if point.get("val_accuracy") is not None:
+                        by_step.setdefault(int(point["step"]), []).append(100 * point["val_accuracy"])
+            steps = sorted(s for s, values in by_step.items() if len(values) == len(cell.runs))
+            if not steps:
+                continue
+            means = [sum(by_step[s]) / len(by_step[s]) for s in steps]
+            color, count = styles[row.model]["color"], seen.get(row.model, 0)
+            seen[row.model] = count + 1
+            details = [row.recipe] * several + [row.variant] * bool(row.variant)
+            label = f"{row.model} ({', '.join(details)})" if details else row.model
+            axes.plot(steps, means, color=color, linestyle=DASHES[count % len(DASHES)],
+                      marker=styles[row.model]["marker"], markersize=4,
+                      markevery=max(1, len(steps) // 6), linewidth=1.3, label=label)  # fmt: skip
+            low, high = ([f(by_step[s]) for s in steps] for f in (min, max))
+            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+        more = f" (best {MAX_CURVES} of {len(cells)})" if len(cells) > MAX_CURVES else ""
+        axes.set_title(f"{TITLES[task]}{more}", fontsize=9)
+        axes.set_xlabel("training step")
+        axes.set_ylabel("validation accuracy (%)")
+        if cells:
+            axes.legend(fontsize=6, loc="lower right")
+    return figure
+
+
+def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure:
+    """Time of a step and memory by sequence length, log axes, with each model's growth exponent."""
+    modes = sorted({c.mode for c in benchmark.cells}, reverse=True)
+    quantities: list[tuple[str, Any]] = [
+        ("time per step (s)", lambda c: 1 / c.steps_per_s if c.steps_per_s else None),
+        ("peak memory (GiB)", lambda c: c.peak_memory_bytes and c.peak_memory_bytes / 2**30),
+    ]
+    quantities = [q for q in quantities if any(q[1](c) for c in benchmark.cells)]
+    figure, panels = _panels(benchmark.title, len(modes), len(quantities))
+    for axes, (mode, (title, read)) in zip(
+        panels, [(m, q) for m in modes for q in quantities], strict=True
+    ):
+        for i, model in enumerate(m for m in styles if benchmark.series(m, mode)):
+            series = [c for c in benchmark.series(model, mode) if read(c)]
+            lengths, values = [c.length for c in series], [read(c) for c in series]
+            if not lengths:
+                continue
+            exponent = slope(lengths, values)
+            label = model if exponent is None else f"{model}, slope {exponent:.2f}"
+            stopped = next((c for c in benchmark.series(model, mode) if c.status != "ok"), None)
+            if stopped:
+                label += f" ({stopped.status.replace('_', ' ')} at {stopped.length})"
+            axes.plot(lengths, values, linestyle=DASHES[i % len(DASHES)], linewidth=1.3,
+                      markersize=5, label=label, **styles[model])  # fmt: skip
+        lengths = sorted({c.length for c in benchmark.cells})
+        axes.set_yscale("log")
+        _plain_log(axes.yaxis)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(n) for n in lengths], rotation=30)
+        axes.set_xlabel("sequence length (tokens)")
+        axes.set_ylabel(title)
+        axes.set_title({"train": "training", "inference": "inference"}[mode], fontsize=9)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.36))
+    return figure
+
+
+def _panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Figure, list[Axes]]:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(RC):
+        size = (4 * num_columns, 3.4 * num_rows + 0.4)
+        figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title, fontsize=11)
+        panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
+    for axes in panels:
+        axes.grid(True, which="major", linewidth=0.4, alpha=0.5)
+    return figure, panels
+
+
+def _plain_log(axis: Axis) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a log axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def encode(figure: Figure, name: str, kind: str) -> bytes:
+    """The file's content, free of dates, versions and random ids."""
+    from matplotlib import rc_context
+
+    metadata = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}[kind]
+    buffer = io.BytesIO()
+    with rc_context({**RC, "svg.hashsalt": name}):
+        figure.savefig(buffer, format=kind, dpi=130, metadata=metadata)
+    return buffer.getvalue()

@@ -1,0 +1,82 @@
+"""The device of a run: choice, precision, threads, synchronisation, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from pathlib import Path
+
+import torch
+
+from lra.config import HardwareConfig
+
+
+class Hardware:
+    """A checked device with its settings.
+
+    Raises:
+        ValueError: the device is not there, or cannot compute in the precision asked for.
+    """
+
+    def __init__(self, config: HardwareConfig) -> None:
+        self.config = config
+        has_cuda = torch.cuda.is_available()
+        if config.device == "cuda" and not has_cuda:
+            raise ValueError(
+                "hardware.device=cuda: this machine has no usable CUDA device; use hardware=cpu"
+            )
+        kind = config.device if config.device != "auto" else "cuda" if has_cuda else "cpu"
+        self.device = torch.device(kind)
+        if kind == "cpu" and config.precision in ("fp16", "tf32"):
+            raise ValueError(
+                f"hardware.precision={config.precision}: not on a CPU; use float32 or bf16"
+            )
+        if kind == "cuda" and config.precision == "bf16" and not torch.cuda.is_bf16_supported():
+            raise ValueError(
+                f"hardware.precision=bf16: {torch.cuda.get_device_name()} has no bfloat16; use fp16 or float32"
+            )
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        if kind == "cuda":
+            torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def name(self) -> str:
+        """What the device calls itself."""
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_name()
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+        return platform.processor() or platform.machine()
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Lower precision for a forward pass, where asked for."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.precision)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=dtype)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all work, so that a clock may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_memory_bytes(self) -> int | None:
+        """Most memory that tensors took on the device; None where it is not counted (CPU)."""
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
+
+    def describe(self, micro_batch_size: int | None) -> dict[str, object]:
+        """The record's `hardware` block."""
+        return {
+            "device": self.device.type,
+            "name": self.name,
+            "precision": self.config.precision,
+            "num_devices": 1,
+            "num_threads": torch.get_num_threads(),
+            "num_workers": self.config.num_workers,
+            "micro_batch_size": micro_batch_size,
+            "compile": self.config.compile,
+        }

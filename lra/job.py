@@ -1,0 +1,331 @@
+"""One run from config to record: check everything, prepare data, train, write the record, show it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lra.build import make_model, make_task, model_name, num_params, resolved
+from lra.config import RunConfig, config_hash, flatten
+from lra.progress import Progress, duration
+from lra.task import Dataset, Task, prepare, write_atomically
+
+if TYPE_CHECKING:
+    from lra.hardware import Hardware
+    from lra.records import Protocol, Record
+    from lra.trainer import Result
+
+EXIT_CODES = {
+    "completed": 0, "at_chance": 0, "failed": 1, "diverged": 3, "out_of_memory": 4, "interrupted": 75,
+}  # fmt: skip
+# Where data lie says nothing about what a number means.
+NOT_COMPARED = ("task.source", "task.path", "task.strict", "train.log_every", "train.checkpoint_every")
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a run is compared with: the recipe as published, and the softmax model."""
+
+    config: RunConfig | None
+    baseline_model: Mapping[str, Any]
+
+
+def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Record:
+    """Run one entry to its record. Runs that fail write a record too, with what is known.
+
+    Raises:
+        ValueError: something in the config, the data or the run's folder is not as it must be;
+            raised before any training, and no record is written.
+    """
+    started = time.monotonic()
+    started_at = _now()
+
+    # Everything that can be refused is refused before data are touched.
+    plain = resolved(config)
+    task = make_task(config)
+    from lra.checkpoint import seed_everything
+    from lra.hardware import Hardware
+
+    hardware = Hardware(config.hardware)
+    seed_everything(config.seed)
+    model = make_model(config, task)
+    model_hash = config_hash(plain)
+    name = model_name(config.model)
+    run_id = f"{task.name}-{name}-seed{config.seed}-{model_hash[:8]}"
+    run_dir = config.paths.outputs / run_id
+
+    from lra import records
+
+    progress = Progress()
+    data = prepare(task, config.paths.cache, num_workers=max(1, config.hardware.num_workers))
+    with _locked(run_dir):
+        progress.log = run_dir / "run.log"
+        finished = _finished_record(config, task, name, run_id, data, progress)
+        if finished is not None:
+            return finished
+        write_atomically(run_dir / "config.yaml", _yaml(plain))
+        _write_status(run_dir, "running", started_at)
+        why_not, baseline_params = compare(config, plain, reference, task, num_params(model))
+        protocol = protocol_of(config, plain, reference, task, data)
+        _describe(progress, config, task, data, name, model, baseline_params, why_not, protocol, hardware, run_dir)
+
+        from lra.trainer import Diverged, Interrupted, is_out_of_memory, train
+
+        status, message, result = "completed", "", None
+        try:
+            result = train(
+                model, data, config.train, hardware, seed=config.seed, run_dir=run_dir,
+                identity={"config_hash": model_hash, "seed": config.seed, "data": data.fingerprint},
+                progress=progress,
+            )  # fmt: skip
+        except Diverged as error:
+            status, message = "diverged", str(error)
+        except Interrupted as error:
+            status, message = "interrupted", str(error)
+        except ValueError:
+            _write_status(run_dir, "failed", started_at)
+            raise
+        except OSError as error:
+            status, message = "failed", f"{type(error).__name__}: {error}"
+        except Exception as error:
+            status = "out_of_memory" if is_out_of_memory(error) else "failed"
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            write_atomically(run_dir / "traceback.txt", traceback.format_exc())
+            progress.say(traceback.format_exc())
+        if result is not None and records.is_at_chance(
+            result.state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
+        ):
+            status, message = "at_chance", "validation accuracy never left the majority class's"
+
+        record = records.Record(
+            schema_version=records.SCHEMA_VERSION,
+            run_id=run_id,
+            status=status,
+            task=task.name,
+            model=name,
+            recipe=config.recipe,
+            seed=config.seed,
+            config=plain,
+            config_hash=model_hash,
+            overrides=overrides,
+            protocol=protocol,
+            data=_data_block(data),
+            num_params=num_params(model),
+            baseline_params=baseline_params,
+            apples_to_apples=not why_not,
+            why_not=why_not,
+            result=_result_block(result),
+            curve=result.state.curve if result else _curve_so_far(run_dir),
+            speed=_speed_block(result, time.monotonic() - started),
+            peak_memory_bytes=hardware.peak_memory_bytes(),
+            hardware=hardware.describe(result.micro_batch_size if result else config.hardware.micro_batch_size),
+            environment=records.environment(),
+            started_at=started_at,
+            finished_at=_now(),
+            message=message,
+        )  # fmt: skip
+        path = records.save(record, config.paths.results)
+        _write_status(run_dir, status, started_at)
+        _conclude(progress, record, path, config.paths.results)
+        return record
+
+
+def compare(
+    config: RunConfig, plain: dict[str, Any], reference: Reference, task: Task, params: int
+) -> tuple[list[str], int]:
+    """LRA's rule: the recipe's own sizes and settings, at most 10 % more parameters than softmax.
+
+    Returns:
+        Reasons why a run is not comparable (none if it is), and the softmax model's parameters.
+    """
+    import torch
+
+    with torch.device("meta"):
+        baseline = num_params(make_model(config, task, reference.baseline_model))
+    why_not = []
+    if reference.config is not None:
+        theirs, ours = flatten(resolved(reference.config)), flatten(plain)
+        for key in sorted(ours.keys() | theirs.keys()):
+            compared = key.startswith(("shape.", "train.", "task.")) and key not in NOT_COMPARED
+            if compared and ours.get(key) != theirs.get(key):
+                why_not.append(f"{key}={ours.get(key)} (recipe: {theirs.get(key)})")
+    if 10 * params > 11 * baseline:
+        why_not.append(f"{params:,} parameters, {100 * params / baseline - 100:+.1f} % over softmax")
+    return why_not, baseline
+
+
+def protocol_of(
+    config: RunConfig, plain: dict[str, Any], reference: Reference, task: Task, data: Dataset
+) -> Protocol:
+    """What the run's number will mean."""
+    from lra.records import Protocol
+
+    counts = {split: len(getattr(data, split)) for split in ("train", "val", "test")}
+    kind: Any = task.kind
+    if kind != "synthetic" and (task.deviations() or (task.official_sizes and counts != task.official_sizes)):
+        kind = "partial"
+    full = reference.config.train.num_steps * reference.config.train.batch_size if reference.config else 0
+    extra = task.protocol
+    return Protocol(
+        data=kind,
+        budget="reduced" if config.train.num_steps * config.train.batch_size < full else "full",
+        validation=extra.pop("validation"),
+        selection=config.train.selection,
+        max_length=task.max_length,
+        difficulty=extra.pop("difficulty"),
+        options=extra,
+    )
+
+
+def _finished_record(
+    config: RunConfig, task: Task, name: str, run_id: str, data: Dataset, progress: Progress
+) -> Record | None:
+    from lra import records
+
+    path = records.record_path(config.paths.results, task.name, name, run_id)
+    if not path.exists():
+        return None
+    try:
+        record = records.load(path)
+    except ValueError as error:
+        progress.say(f"warning: {error}; the run goes on and will replace it")
+        return None
+    if record.status not in ("completed", "at_chance"):
+        return None
+    if record.data["fingerprint"] != data.fingerprint:
+        raise ValueError(
+            f"{path}: this run is finished, on other data (fingerprint {record.data['fingerprint'][:12]}, now "
+            f"{data.fingerprint[:12]}); move the record away or choose another paths.results"
+        )
+    progress.say(f"{run_id} is finished ({record.status}); nothing to do. Record: {path}")
+    return record
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(run_dir / "run.lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"{run_dir}: another process is working on this very run") from None
+
+
+def _write_status(run_dir: Path, status: str, started_at: str) -> None:
+    values = {"status": status, "started_at": started_at, "updated_at": _now()}
+    write_atomically(run_dir / "status.json", json.dumps(values) + "\n")
+
+
+def _describe(
+    progress: Progress,
+    config: RunConfig,
+    task: Task,
+    data: Dataset,
+    name: str,
+    model: Any,
+    baseline_params: int,
+    why_not: list[str],
+    protocol: Protocol,
+    hardware: Hardware,
+    run_dir: Path,
+) -> None:
+    params, train = num_params(model), config.train
+    counts = " / ".join(f"{len(getattr(data, split)):,}" for split in ("train", "val", "test"))
+    epochs = train.num_steps * train.batch_size / len(data.train)
+    ratio = 100 * params / baseline_params - 100
+    rule = "within the 10 % rule" if 10 * params <= 11 * baseline_params else "over the 10 % rule"
+    lines = [
+        f"run      {run_dir.name}",
+        f"task     {task.name}: {task.describe_source()} [{protocol.data}], {counts} train / val / test",
+        f"model    {name}, {params:,} parameters, {ratio:+.1f} % against softmax ({rule})",
+        f"recipe   {config.recipe}" + (f", changed: {'; '.join(why_not)}" if why_not else " as published"),
+        f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",
+        f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, {protocol.budget})",
+        f"output   {run_dir}, record to {config.paths.results / 'runs' / task.name / name}",
+    ]
+    progress.say("\n".join(lines))
+
+
+def _conclude(progress: Progress, record: Record, path: Path, results_dir: Path) -> None:
+    from lra.leaderboard import load_published, task_table
+
+    if record.result is None:
+        progress.say(f"{record.status}: {record.message}")
+    else:
+        test = record.result.test
+        progress.say(
+            f"{record.status}: test accuracy {100 * test.accuracy:.2f} % on {test.num_examples:,} examples, "
+            f"step {record.result.step} ({record.protocol.selection}); {duration(record.speed['wall_time_s'] or 0)} in all"
+        )
+        progress.say(task_table([record], load_published(), record.task, record.run_id))
+    progress.say(f"record   {path}")
+
+
+def _result_block(result: Result | None) -> Any:
+    from lra.records import RunResult, SplitResult, pack_correct
+
+    if result is None:
+        return None
+    val, test = (
+        SplitResult(m.accuracy, m.loss, m.num_examples, pack_correct(m.correct_N)) for m in (result.val, result.test)
+    )
+    return RunResult(result.step, dataclasses.replace(val, correct=None), test)
+
+
+def _speed_block(result: Result | None, wall_time_s: float) -> dict[str, float | None]:
+    state = result.state if result else None
+    seconds = state.train_time_s if state and state.timed_steps else None
+
+    def rate(count: int) -> float | None:
+        return count / seconds if seconds else None
+
+    return {
+        "steps_per_s": rate(state.timed_steps if state else 0),
+        "examples_per_s": rate(state.timed_examples if state else 0),
+        "tokens_per_s": rate(state.timed_tokens if state else 0),
+        "train_time_s": seconds,
+        "wall_time_s": wall_time_s,
+        "max_lr": state.max_lr if state else None,
+    }
+
+
+def _data_block(data: Dataset) -> dict[str, Any]:
+    splits = data.meta["splits"]
+    return {
+        "source": data.meta["source"],
+        "fingerprint": data.fingerprint,
+        "num_examples": {split: len(getattr(data, split)) for split in splits},
+        "truncated": {split: splits[split]["truncated"] for split in splits},
+        "skipped": {split: len(splits[split]["skipped"]) for split in splits},
+    }
+
+
+def _curve_so_far(run_dir: Path) -> list[dict[str, Any]]:
+    path, curve = run_dir / "metrics.jsonl", []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+                if row.pop("split") == "val":
+                    curve.append(row)
+    return curve
+
+
+def _yaml(plain: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(plain, sort_keys=False)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,411 @@
+"""Which runs count, and which share a cell: records and published figures to rows.
+
+A cell holds the runs of one config hash, one run per seed: mean ± sample deviation (n), in percent.
+Published rows are kept apart and never enter a mean.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lra.config import flatten
+from lra.records import Record
+from lra.statistics import mean_std, wilson
+
+PUBLISHED = Path(__file__).resolve().parent.parent / "results" / "published.csv"
+TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image",
+          "pathfinder": "Pathfinder", "pathx": "Path-X"}  # fmt: skip
+TASKS = tuple(TITLES)
+AVERAGES = {"five": TASKS[:5], "six": TASKS}
+FAIL = "FAIL"
+FAIL_AS = 50.0  # what a failed Path-X counts in the mean of six tasks
+UNHASHED = ("seed", "paths", "hardware", "logger")  # see lra.config.config_hash
+PUBLISHED_NAMES = {"softmax": "transformer"}  # where papers use another name than our configs
+
+MARKS = {
+    "a": "not apples to apples",
+    "r": "reduced training budget; not ranked",
+    "d": "made from a source tree with uncommitted changes",
+    "g": "data from this project's generator, not from the benchmark's files",
+    "t": "checkpoint chosen on the test split, as some papers do",
+    "f": "some seeds stayed at chance; the mean includes them",
+}
+LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
+    "reduced": "Reduced budget",
+    "partial": "Partial data",
+    "synthetic": "Synthetic data",
+    "few seeds": "Fewer seeds than asked for",
+    "diverged": "Diverged",
+    "out_of_memory": "Out of memory",
+    "interrupted": "Interrupted",
+    "failed": "Failed",
+}
+
+
+def percent(value: float | None) -> str:
+    """Two decimals, or nothing. A half goes up, also where binary numbers fall just short of it."""
+    return "" if value is None else f"{value + 1e-9:.2f}"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the tables show."""
+
+    recipe: str | None = None
+    tasks: tuple[str, ...] = TASKS
+    average: str = "both"  # five | six | both
+    min_seeds: int = 1
+    include_reduced: bool = False
+    published: bool = True
+
+    def __post_init__(self) -> None:
+        if self.min_seeds < 1:
+            raise ValueError(f"min_seeds={self.min_seeds}: expected at least 1")
+
+    @property
+    def averages(self) -> list[str]:
+        """The means asked for whose tasks are all shown."""
+        return [a for a, tasks in AVERAGES.items()
+                if self.average in (a, "both") and set(tasks) <= set(self.tasks)]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Runs of one setting on one task, by seed; percentages are not rounded."""
+
+    runs: tuple[Record, ...]
+
+    @property
+    def mean(self) -> float:
+        return mean_std(self._values)[0]
+
+    @property
+    def std(self) -> float | None:
+        return mean_std(self._values)[1]
+
+    @property
+    def _values(self) -> list[float]:
+        return [100 * r.result.test.accuracy for r in self.runs if r.result]
+
+    @property
+    def failed(self) -> bool:
+        """Whether every seed stayed at chance."""
+        return all(r.status == "at_chance" for r in self.runs)
+
+    @property
+    def marks(self) -> str:
+        """Letters of `MARKS` that hold for any run."""
+        found = {
+            "a": any(not r.apples_to_apples for r in self.runs),
+            "r": any(r.protocol.budget == "reduced" for r in self.runs),
+            "d": any(r.environment.get("git_dirty") for r in self.runs),
+            "g": any(r.protocol.data == "generated" for r in self.runs),
+            "t": any(r.protocol.validation == "test" for r in self.runs),
+            "f": not self.failed and any(r.status == "at_chance" for r in self.runs),
+        }
+        return "".join(letter for letter, holds in found.items() if holds)
+
+    def __str__(self) -> str:
+        spread = f" ± {percent(self.std)}" if self.std is not None else ""
+        figure = FAIL if self.failed else percent(self.mean) + spread
+        return f"{figure} ({len(self.runs)})"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one setting, over tasks; `variant` tells it from others of its kind."""
+
+    model: str
+    recipe: str
+    variant: str
+    cells: dict[str, Cell]
+
+    def average(self, kind: str) -> float | None:
+        """Mean over five tasks, or six with a failed Path-X as 50; None unless all are there.
+
+        A failed cell of the first five counts with the accuracy it has.
+        """
+        cells = [self.cells.get(task) for task in AVERAGES[kind]]
+        if None in cells:
+            return None
+        means = [c.mean for c in cells if c]
+        if kind == "six" and self.cells["pathx"].failed:
+            means[-1] = FAIL_AS
+        return mean_std(means)[0]
+
+    @property
+    def params(self) -> tuple[int, int]:
+        """Smallest and largest parameter count over tasks."""
+        counts = [r.num_params for cell in self.cells.values() for r in cell.runs]
+        return min(counts), max(counts)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row as a paper prints it: cells as text (a percentage, FAIL or empty)."""
+
+    model: str
+    variant: str
+    source: str
+    table: str
+    setting: str
+    cells: dict[str, str]  # by task; `avg` as printed, `avg4` the same without Retrieval
+
+    def average(self, tasks: Sequence[str]) -> float | None:
+        """Mean of the printed cells; a failed Path-X counts as 50."""
+        cells = [self.cells.get(task, "") for task in tasks]
+        if "" in cells or FAIL in cells[:5]:
+            return None
+        return mean_std([FAIL_AS if c == FAIL else float(c) for c in cells])[0]
+
+
+@dataclass(frozen=True)
+class Board:
+    """Everything the tables show."""
+
+    options: Options
+    rows: list[Row]
+    published: list[Published]
+    left_out: list[tuple[str, Record]]  # with a key of LEFT_OUT
+    notes: list[str]
+
+
+def load_published(path: Path | None = None) -> list[Published]:
+    """Rows of results/published.csv, in its order; none if there is no such file here.
+
+    Raises:
+        ValueError: names line and cell of an unknown task, or of a value that is no percentage.
+    """
+    if path is None and not PUBLISHED.exists():
+        return []
+    path = path or PUBLISHED
+    rows: dict[tuple[str, ...], Published] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            where, task, text = f"{path}:{line}", row["task"], row["accuracy_percent"]
+            if task not in (*TASKS, "avg"):
+                raise ValueError(f"{where}: task={task!r}; known: {', '.join(TASKS)}, avg")
+            if text not in (FAIL, "NA"):
+                check_percent(text, f"{where}: accuracy_percent")
+            identity = [row[k] for k in ("model", "variant", "source", "source_table", "setting")]
+            if task == "avg" and "WITHOUT Retrieval" in row["setting"]:
+                # A second average of a row that is there already.
+                same = [p for p in rows.values() if [p.model, p.variant] == identity[:2]]
+                if not same:
+                    raise ValueError(f"{where}: no row {identity[:2]} before its second average")
+                same[-1].cells["avg4"] = text
+                continue
+            model, variant, source, table, setting = identity
+            new = Published(model, variant, source, table, setting, {})
+            cells = rows.setdefault(tuple(identity), new).cells
+            cells[task] = "" if text == "NA" else text
+    return list(rows.values())
+
+
+def check_percent(text: str, where: str) -> None:
+    """Refuse what is not a percentage; a fraction in a percent table is the usual slip."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{where}={text!r}: expected a percentage, {FAIL} or NA") from None
+    if not 1 < value <= 100:
+        raise ValueError(f"{where}={text}: expected a percentage above 1, at most 100; a fraction?")
+
+
+def build(
+    records: Iterable[Record], published: Sequence[Published] = (), options: Options | None = None
+) -> Board:
+    """Sort records into the table and the lists below it."""
+    options = options or Options()
+    entering, left_out, notes, rows = [], [], [], []
+    for record in records:
+        if record.task in options.tasks and options.recipe in (None, record.recipe):
+            why = why_left_out(record, options.include_reduced)
+            if why:
+                left_out.append((why, record))
+            else:
+                entering.append(record)
+    unique, duplicates = drop_duplicates(entering)
+    if duplicates:
+        names = ", ".join(f"{r.run_id} of {r.finished_at}" for r in duplicates)
+        count = f"{len(duplicates)} duplicate{'s' if len(duplicates) > 1 else ''}"
+        notes.append(f"{count} ignored, the newest run of a setting and seed counts: {names}")
+    for row in make_rows(unique):
+        few = {t for t, c in row.cells.items() if len(c.runs) < options.min_seeds}
+        left_out += [("few seeds", r) for t in few for r in row.cells[t].runs]
+        cells = {t: c for t, c in row.cells.items() if t not in few}
+        if cells:
+            rows.append(Row(row.model, row.recipe, row.variant, cells))
+    rows.sort(key=_rank)
+    order = list(LEFT_OUT)
+    left_out.sort(key=lambda item: (order.index(item[0]), _natural(item[1])))
+    return Board(options, rows, list(published) if options.published else [], left_out, notes)
+
+
+def why_left_out(record: Record, include_reduced: bool = False) -> str | None:
+    """A key of LEFT_OUT, or None for a run that belongs in the main table."""
+    if record.status not in ("completed", "at_chance"):
+        return record.status
+    if record.protocol.data in ("partial", "synthetic"):
+        return record.protocol.data
+    reduced = record.protocol.budget == "reduced"
+    return "reduced" if reduced and not include_reduced else None
+
+
+def drop_duplicates(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Keep the newest `finished_at` of each setting, data and seed; return (kept, dropped)."""
+    newest: dict[tuple[Any, ...], Record] = {}
+    dropped = []
+    for record in sorted(records, key=lambda r: (finished(r), _natural(r))):
+        key = (*_setting(record), record.seed)
+        if key in newest:
+            dropped.append(newest[key])
+        newest[key] = record
+    return sorted(newest.values(), key=_natural), sorted(dropped, key=_natural)
+
+
+def finished(record: Record) -> datetime:
+    """`finished_at` in UTC, which a time without a zone is taken to be; unreadable is oldest."""
+    try:
+        time = datetime.fromisoformat(record.finished_at)
+    except ValueError:
+        return datetime.min.replace(tzinfo=UTC)
+    return time.astimezone(UTC) if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _setting(record: Record) -> tuple[str, ...]:
+    fingerprint = str(record.data.get("fingerprint", ""))
+    return record.task, record.model, record.recipe, record.config_hash, fingerprint
+
+
+def _natural(record: Record) -> tuple[Any, ...]:
+    return *_setting(record), record.seed, record.run_id, record.finished_at
+
+
+def _rank(row: Row) -> tuple[Any, ...]:
+    """Recipe; complete rows by their mean of five, best first; the rest by name."""
+    average = row.average("five")
+    return row.recipe, average is None, -(average or 0), row.model, row.variant
+
+
+def make_rows(records: Iterable[Record]) -> list[Row]:
+    """One row per model, recipe and variant; two settings never share a cell."""
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[_setting(record)].append(record)
+    families: dict[tuple[str, str], list[tuple[Record, ...]]] = defaultdict(list)
+    for group in groups.values():
+        families[group[0].model, group[0].recipe].append(tuple(sorted(group, key=lambda r: r.seed)))
+    rows = []
+    for (model, recipe), cells in families.items():
+        by_variant: dict[str, dict[str, Cell]] = defaultdict(dict)
+        for runs, variant in zip(cells, variants(cells), strict=True):
+            if runs[0].task in by_variant[variant]:  # no key tells them apart
+                variant = f"{variant} {runs[0].config_hash[:8]}".strip()
+            by_variant[variant][runs[0].task] = Cell(runs)
+        rows += [Row(model, recipe, v, by_task) for v, by_task in by_variant.items()]
+    return rows
+
+
+def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
+    """Name each cell of one model and recipe by the config keys in which its setting stands out.
+
+    Those are keys set on the command line, keys that differ between settings of one task, and keys
+    of the model that differ at all; sizes and budgets that a recipe itself varies by task are not.
+    Cells that may share a row get the same name; two cells of one task never do.
+    """
+    given = [dict(set.intersection(*(set(overrides(r).items()) for r in c))) for c in cells]
+    flats = []
+    for runs, chosen in zip(cells, given, strict=True):
+        flat = flatten({k: v for k, v in runs[0].config.items() if k not in UNHASHED})
+        flat["data"] = str(runs[0].data.get("fingerprint", ""))[:8]
+        flat |= {k: v for k, v in chosen.items() if k == "experiment"}
+        flats.append({k: json.dumps(v, sort_keys=True) for k, v in flat.items()})
+    by_task: dict[str, list[int]] = defaultdict(list)
+    for i, runs in enumerate(cells):
+        by_task[runs[0].task].append(i)
+
+    def differing(indices: Iterable[int]) -> set[str]:
+        keys = {k for i in indices for k in flats[i]}
+        return {k for k in keys if len({flats[i].get(k) for i in indices}) > 1}
+
+    keys = {k for chosen in given for k in chosen}
+    keys |= {k for k in differing(range(len(cells))) if k.startswith("model.")}
+    for indices in by_task.values():
+        keys |= differing(indices) - {"data"}
+    if max(Counter((c[0].task, c[0].config_hash) for c in cells).values()) > 1:
+        keys.add("data")
+    usual = {  # what the recipe gives for a task: the value where the command line did not set it
+        (task, k): {flats[i].get(k) for i in indices if k not in given[i]}
+        for task, indices in by_task.items()
+        for k in keys
+    }
+    rows: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for i, runs in enumerate(cells):
+        own = [(k, flats[i].get(k)) for k in sorted(keys)
+               if k.startswith("model.") or usual[runs[0].task, k] != {flats[i].get(k)}]  # fmt: skip
+        rows[tuple(own)].append(i)
+    names = [""] * len(cells)
+    for indices in rows.values():
+        shared = [(k, flats[indices[0]].get(k)) for k in sorted(keys - differing(indices))]
+        texts = [_short(k, keys) + "=" + v.strip('"') for k, v in shared if v is not None]
+        for i in indices:
+            names[i] = ", ".join(texts) or ("as the recipe" if keys else "")
+    return names
+
+
+def overrides(record: Record) -> dict[str, str]:
+    """What the command line set: config keys and the experiment; choices of other files left out."""
+    given, flat = {}, flatten(record.config)
+    for text in record.overrides:
+        name, _, value = text.partition("=")
+        name = name.lstrip("+~")
+        if name == "experiment" and value not in ("", "null"):
+            given[name] = value
+        elif "." in name and name.split(".")[0] not in UNHASHED:
+            given |= {k: "" for k in flat if k == name or k.startswith(f"{name}.")}
+    return given
+
+
+def _short(key: str, keys: Iterable[str]) -> str:
+    last = key.split(".", 1)[-1]
+    return last if sum(k.split(".", 1)[-1] == last for k in keys) == 1 else key
+
+
+def task_table(
+    records: Iterable[Record], published: Sequence[Published], task: str, highlight_run_id: str
+) -> str:
+    """One run beside the measured and published rows of its task, for a terminal."""
+    records = [r for r in records if r.task == task]
+    lines = [("", "model", "setting", "test %", "source")]
+    this = next((r for r in records if r.run_id == highlight_run_id), None)
+    if this and this.result:
+        low, high = wilson(this.result.test.accuracy, this.result.test.num_examples)
+        text = FAIL if this.status == "at_chance" else percent(100 * this.result.test.accuracy)
+        why = why_left_out(this)
+        note = f"this run, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
+        note += f"; {LEFT_OUT[why].lower()}, no result of the benchmark" if why else ""
+        lines.append((">", this.model, f"{this.recipe}, seed {this.seed}", text, note))
+    for row in build(records).rows:
+        cell, setting = row.cells[task], f"{row.recipe}{f', {row.variant}' if row.variant else ''}"
+        if cell.runs != (this,):
+            lines.append(("", row.model, setting, str(cell), "measured here"))
+    names = {PUBLISHED_NAMES.get(r.model, r.model) for r in records} | {"transformer"}
+    lines += [
+        ("", p.model, p.variant, p.cells[task], p.source.split(" (")[0])
+        for p in published
+        if p.model.lower() in names and p.cells.get(task)
+    ]
+    lines = [(a, b[:24], c[:48], d, e) for a, b, c, d, e in lines]
+    width = [max(len(line[i]) for line in lines) for i in range(4)]
+    return f"{TITLES[task]}\n" + "\n".join(
+        f"{a.ljust(width[0])} {b.ljust(width[1])}  {c.ljust(width[2])}  {d.rjust(width[3])}  {e}"
+        for a, b, c, d, e in lines
+    )

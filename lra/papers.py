@@ -1,0 +1,296 @@
+"""The papers' own tables, our numbers under theirs and the difference; speed and memory likewise."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lra.benchmarks import Benchmark
+from lra.config import flatten
+from lra.leaderboard import AVERAGES, FAIL, TASKS, TITLES, Published, Row, percent
+from lra.statistics import mean_std
+from lra.tables import (
+    GENERATED,
+    GENERATED_LATEX,
+    Table,
+    escape_latex,
+    escape_markdown,
+    marked,
+)
+
+WITHOUT_RETRIEVAL = tuple(t for t in AVERAGES["five"] if t != "retrieval")
+
+
+@dataclass(frozen=True)
+class Paper:
+    """Which published rows make up a paper's table, and which of our rows stand against them."""
+
+    name: str
+    title: str
+    source: str  # start of the published rows' source
+    recipe: str
+    tasks: tuple[str, ...]
+    # (published model, variant or "" for any) -> (our model, config keys it must have)
+    ours: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    four_task_average: bool = False
+
+
+PAPERS = (
+    Paper("lra", "Long Range Arena (Tay et al. 2021, arXiv 2011.04006), Table 1", "LRA paper", "lra",
+          TASKS, {("Transformer", ""): ("softmax", {})}),
+    Paper("luna", "Luna (Ma et al. 2021, arXiv 2106.01540)", "Luna paper", "luna",
+          AVERAGES["five"],
+          {("Transformer", "re-implementation in Luna harness"): ("softmax", {}),
+           **{("Luna", f"Luna-{n}"): ("luna", {"model.projection_length": n})
+              for n in (16, 128, 256)}}, four_task_average=True),
+    Paper("nystromformer", "Nyströmformer (Xiong et al. 2021, arXiv 2102.03902), Table 3",
+          "Nystromformer paper", "nystromformer", AVERAGES["five"],
+          {("Transformer", ""): ("softmax", {}), ("Nystromformer", ""): ("nystromformer", {})}),
+)  # fmt: skip
+
+
+def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> Table:
+    """Published rows in the paper's order; under each our rows and the difference to it.
+
+    Our rows of the same recipe that stand against none follow at the end.
+    """
+    kinds = ["five"] + (["four"] if paper.four_task_average else [])
+    header = ["Model", "Variant", "Figures", *(TITLES[t] for t in paper.tasks), "Avg as printed"]
+    header += ["Avg computed"]
+    header += ["Avg w/o Retrieval as printed", "computed"] if paper.four_task_average else []
+    lines, left = [], [row for row in rows if row.recipe == paper.recipe]
+    for p in theirs(paper, published):
+        line = [p.model, p.variant, "published", *(p.cells.get(t, "") for t in paper.tasks)]
+        for key, tasks in (("avg", AVERAGES["five"]), ("avg4", WITHOUT_RETRIEVAL))[: len(kinds)]:
+            line += [p.cells.get(key, ""), percent(p.average(tasks))]
+        lines.append(line)
+        for row in [r for r in left if p.source.startswith(paper.source) and stands(paper, p, r)]:
+            lines += measured_lines(paper, row, p)
+            left.remove(row)
+    for row in left:
+        lines += measured_lines(paper, row, None)
+    return Table(header, lines)
+
+
+def theirs(paper: Paper, published: Sequence[Published]) -> list[Published]:
+    """The rows a paper prints; Luna's also holds those it takes over from the LRA paper."""
+    return [
+        p for p in published
+        if p.source.startswith(paper.source) or (paper.four_task_average and "avg4" in p.cells)
+    ]  # fmt: skip
+
+
+def stands(paper: Paper, p: Published, row: Row) -> bool:
+    """Whether our row is the published row's counterpart."""
+    model, keys = paper.ours.get((p.model, p.variant)) or paper.ours.get((p.model, "")) or ("", {})
+    config = flatten(next(iter(row.cells.values())).runs[0].config)
+    return row.model == model and all(config.get(k) == v for k, v in keys.items())
+
+
+def measured_lines(paper: Paper, row: Row, p: Published | None) -> list[list[str]]:
+    """Our figures and, given a counterpart, how far they lie from it, in points."""
+    cells = [row.cells.get(t) for t in paper.tasks]
+    ours: list[float | None] = [c.mean if c and not c.failed else None for c in cells]
+    printed = [p.cells.get(t, "") if p else "" for t in paper.tasks]
+    line = [row.model, row.variant, "measured", *("" if c is None else marked(c) for c in cells)]
+    change = [row.model, row.variant, "difference", *map(_difference, ours, printed)]
+    pairs = (("avg", AVERAGES["five"]), ("avg4", WITHOUT_RETRIEVAL))
+    for key, tasks in pairs[: 1 + paper.four_task_average]:
+        known = [row.cells[t].mean for t in tasks if t in row.cells]
+        average = mean_std(known)[0] if len(known) == len(tasks) else None
+        line += ["", percent(average)]
+        change += ["", _difference(average, percent(p.average(tasks)) if p else "")]
+    return [line, change] if p else [line]
+
+
+def _difference(ours: float | None, printed: str) -> str:
+    return "" if ours is None or printed in ("", FAIL) else f"{ours - float(printed):+.2f}"
+
+
+def errata(paper: Paper, published: Sequence[Published]) -> list[str]:
+    """Printed averages that are not the mean of the printed cells, to the last digit."""
+    found = []
+    for p in theirs(paper, published):
+        for key, tasks in (("avg", AVERAGES["five"]), ("avg4", WITHOUT_RETRIEVAL)):
+            mean, text = p.average(tasks), p.cells.get(key)
+            copied = key == "avg" and not p.source.startswith(paper.source)
+            if mean is not None and text and not copied and abs(mean - float(text)) > 0.00501:
+                found.append(f"{p.model} ({p.variant}): the average over {len(tasks)} tasks is "
+                             f"printed as {text}; its cells give {mean:.2f} ({p.source}).")  # fmt: skip
+    return found
+
+
+def paper_markdown(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> str:
+    """results/tables/<paper>.md."""
+    parts = [f"# {paper.title}\n", GENERATED, "Accuracy in percent. Measured: mean ± sample standard "
+             f"deviation (number of seeds), recipe {paper.recipe}; difference: measured minus "
+             "published, in points.\n", paper_table(paper, published, rows).markdown()]  # fmt: skip
+    notes = errata(paper, published)
+    if notes:
+        parts += ["Errata:\n", "".join(f"- {note}\n" for note in notes)]
+    return "\n".join(parts)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """One line of results/published_efficiency.csv."""
+
+    model: str
+    variant: str
+    metric: str
+    length: str
+    value: str
+    hardware: str
+    source: str
+    note: str
+
+
+METRICS = {
+    "steps_per_s": "training steps per second",
+    "speedup": "training speed, times the softmax Transformer's",
+    "peak_memory_gb": "peak memory per device, GB",
+    "memory_ratio": "peak memory, share of the softmax Transformer's",
+    "time_ms": "inference time per sequence, ms",
+    "memory_mb": "inference memory per sequence, MB",
+}
+
+
+def load_efficiency(path: Path) -> list[Efficiency]:
+    """Rows of results/published_efficiency.csv; none if there is no such file.
+
+    Raises:
+        ValueError: names line and cell of an unknown metric or a value that is no number.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for line, row in enumerate(csv.DictReader(file), start=2):
+            if row["metric"] not in METRICS:
+                raise ValueError(
+                    f"{path}:{line}: metric={row['metric']!r}; known: {', '.join(METRICS)}"
+                )
+            try:
+                float(row["value"])
+            except ValueError:
+                raise ValueError(f"{path}:{line}: value={row['value']!r}: not a number") from None
+            rows.append(Efficiency(**row))
+    return rows
+
+
+def published_efficiency_tables(rows: Sequence[Efficiency]) -> list[tuple[str, Table]]:
+    """One table per source, metric and hardware, with its title; lengths in the source's own words."""
+    groups: dict[tuple[str, str, str], list[Efficiency]] = {}
+    for row in rows:
+        groups.setdefault((row.source, row.metric, row.hardware), []).append(row)
+    tables = []
+    for (source, metric, hardware), group in groups.items():
+        lengths = list(dict.fromkeys(row.length for row in group))
+        lines: dict[tuple[str, str], dict[str, str]] = {}
+        for row in group:
+            lines.setdefault((row.model, row.variant), {})[row.length] = row.value
+        cells = [[*key, *(line.get(n, "") for n in lengths)] for key, line in lines.items()]
+        title = f"{source}: {METRICS[metric]} ({hardware})"
+        tables.append((title, Table(["Model", "Variant", *lengths], cells)))
+    return tables
+
+
+def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
+    """Speed, and memory where it was counted, by length; in brackets against softmax."""
+    tables = []
+    for mode in ("train", "inference"):
+        cells = {(c.model, c.length): c for c in benchmark.cells if c.mode == mode}
+        models, lengths = sorted({m for m, _ in cells}), sorted({n for _, n in cells})
+        for title, read in (
+            ("steps per second (times softmax)", lambda c: c.steps_per_s),
+            ("peak memory, MB (share of softmax)", lambda c: _mb(c.peak_memory_bytes)),
+        ):
+            if not any(read(c) for c in cells.values()):
+                continue
+            lines = []
+            for model in models:
+                line = [model]
+                for length in lengths:
+                    cell, base = cells.get((model, length)), cells.get(("softmax", length))
+                    value, softmax = cell and read(cell), base and read(base)
+                    text = "-" if value is None else f"{value:.4g}"
+                    if cell and cell.status != "ok":
+                        text = cell.status.replace("_", " ")
+                    elif value and softmax:
+                        text += f" ({value / softmax:.2f})"
+                    line.append(text if cell else "")
+                lines.append(line)
+            header = ["Model", *map(str, lengths)]
+            tables.append((f"{benchmark.title}: {mode}, {title}", Table(header, lines)))
+    return tables
+
+
+def runs_table(rows: Sequence[Row]) -> Table:
+    """Size, speed and memory of the training runs behind the leaderboard, means over seeds."""
+    lines = []
+    for row in rows:
+        for task, cell in row.cells.items():
+            run = cell.runs[0]
+            ratio = f"{run.num_params / run.baseline_params:.3f}" if run.baseline_params else ""
+            hardware = {
+                f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs
+            }
+            lines.append([
+                TITLES[task], row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
+                *(_mean([r.speed.get(k) for r in cell.runs]) for k in ("steps_per_s", "tokens_per_s")),
+                _mean([_mb(r.peak_memory_bytes) for r in cell.runs]),
+                _mean([_hours(r.speed.get("train_time_s")) for r in cell.runs]),
+                str(run.config.get("train", {}).get("batch_size", "")),
+                str(run.protocol.max_length), "; ".join(sorted(hardware)),
+            ])  # fmt: skip
+    header = ["Task", "Model", "Recipe", "Variant", "Params", "Times softmax", "Steps/s", "Tokens/s",
+              "Peak memory, MB", "Train hours", "Batch", "Max. length", "Hardware"]  # fmt: skip
+    order = {title: i for i, title in enumerate(TITLES.values())}
+    return Table(header, sorted(lines, key=lambda line: (order[line[0]], line[1:4])))
+
+
+def efficiency_tables(
+    rows: Sequence[Row], benchmarks: Sequence[Benchmark], published: Sequence[Efficiency]
+) -> list[tuple[str, Table]]:
+    """Everything about speed and memory, each with its title."""
+    runs = runs_table(rows)
+    tables = [("Training runs of the leaderboard", runs)] if runs.rows else []
+    tables += [table for b in benchmarks for table in benchmark_tables(b)]
+    return tables + published_efficiency_tables(published)
+
+
+def efficiency_markdown(
+    tables: Sequence[tuple[str, Table]], published: Sequence[Efficiency]
+) -> str:
+    """results/tables/efficiency.md."""
+    parts = ["# Speed and memory\n", GENERATED, "Numbers compare within one table only: each was "
+             "measured on one device with one batch size. `-`: not counted on that device.\n"]  # fmt: skip
+    for title, table in tables:
+        parts += [f"## {escape_markdown(title)}\n", table.markdown()]
+    notes = [f"- {p.source}, {p.model} {p.variant} at {p.length}, {METRICS[p.metric]}: {p.note}.\n"
+             for p in published if p.note]  # fmt: skip
+    return "\n".join(parts + (["## Notes on published figures\n", "".join(notes)] if notes else []))
+
+
+def latex_tables(tables: Sequence[tuple[str, Table]]) -> str:
+    """Titled tables as LaTeX."""
+    parts = [GENERATED_LATEX]
+    for title, table in tables:
+        parts += [f"\\paragraph{{{escape_latex(title)}}}\n", table.latex()]
+    return "\n".join(parts)
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [v for v in values if v is not None]
+    return f"{mean_std(known)[0]:.4g}" if known else "-"
+
+
+def _mb(count: int | None) -> float | None:
+    return None if count is None else count / 2**20
+
+
+def _hours(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / 3600

@@ -1,0 +1,92 @@
+"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and a log file."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lra.trainer import State
+
+PLAIN_LINE_EVERY_S = 15.0
+
+
+class Progress:
+    """Prints to standard output and to `log`, which may be set once the run's folder exists."""
+
+    def __init__(self, log: Path | None = None) -> None:
+        self.log = log
+        self._bar: Any = None
+
+    def say(self, text: str) -> None:
+        """One message, above the bar if there is one."""
+        from tqdm import tqdm
+
+        with contextlib.suppress(BrokenPipeError):
+            tqdm.write(text, file=sys.stdout)
+            sys.stdout.flush()
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def evaluation(self, row: dict[str, Any], *, best: bool) -> None:
+        """One line per evaluation."""
+        self.say(
+            f"step {row['step']:>6}  train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
+            f"val accuracy {100 * row['val_accuracy']:.2f} %{'  best' if best else ''}"
+        )
+
+    @contextlib.contextmanager
+    def bar(self, num_steps: int, start: int) -> Iterator[Progress]:
+        """A tqdm bar over the steps; without a terminal, a plain line every few seconds."""
+        from tqdm import tqdm
+
+        self._num_steps, self._start = num_steps, start
+        self._started = self._last_line = time.monotonic()
+        with tqdm(
+            total=num_steps,
+            initial=start,
+            unit="step",
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+        ) as self._bar:
+            yield self
+        self._bar = None
+
+    def update(self, rows: list[dict[str, Any]], state: State) -> None:
+        """Show the mean loss and accuracy of some steps, tokens per second and the time left."""
+        loss = sum(r["loss"] for r in rows) / len(rows)
+        accuracy = sum(r["accuracy"] for r in rows) / len(rows)
+        speed = state.timed_tokens / state.train_time_s if state.train_time_s else 0.0
+        shown = {
+            "loss": f"{loss:.3f}",
+            "accuracy": f"{100 * accuracy:.1f}%",
+            "tokens/s": f"{speed:,.0f}",
+        }
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(state.step - self._bar.n)
+        now = time.monotonic()
+        if self._bar.disable and (
+            now - self._last_line > PLAIN_LINE_EVERY_S or state.step == self._num_steps
+        ):
+            self._last_line = now
+            left = (
+                (now - self._started) / (state.step - self._start) * (self._num_steps - state.step)
+            )
+            self.say(
+                f"step {state.step:>6}/{self._num_steps}  "
+                + "  ".join(f"{k} {v}" for k, v in shown.items())
+                + f"  {duration(left)} left"
+            )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 8 s, 3 min 20 s, 2 h 05 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,213 @@
+"""The run record: one JSON file per run, typed, versioned, written whole; tables come from these only."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from lra.config import fill
+from lra.task import write_atomically
+
+SCHEMA_VERSION = 1
+Z_99 = 2.326347874040841  # one-sided 99 % point of the normal distribution
+
+Status = Literal["completed", "at_chance", "diverged", "out_of_memory", "interrupted", "failed"]
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """Accuracy is a fraction; `correct` is which examples were right, as packed bits in base64."""
+
+    accuracy: float
+    loss: float
+    num_examples: int
+    correct: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.accuracy <= 1:
+            raise ValueError(f"accuracy={self.accuracy}: expected a fraction from 0 to 1")
+        if self.num_examples < 1:
+            raise ValueError(f"num_examples={self.num_examples}: expected at least 1")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Numbers of the selected step; `test` was read once, there."""
+
+    step: int
+    val: SplitResult
+    test: SplitResult
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What a number means."""
+
+    data: Literal["files", "generated", "synthetic", "partial"]
+    budget: Literal["full", "reduced"]
+    validation: str
+    selection: str
+    max_length: int
+    difficulty: str | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run, re-runnable from `config` and `overrides`."""
+
+    schema_version: int
+    run_id: str
+    status: Status
+    task: str
+    model: str
+    recipe: str
+    seed: int
+    config: dict[str, Any]
+    config_hash: str
+    overrides: list[str]
+    protocol: Protocol
+    data: dict[str, Any]
+    num_params: int
+    baseline_params: int | None
+    apples_to_apples: bool
+    why_not: list[str]
+    result: RunResult | None
+    curve: list[dict[str, float | int]]
+    speed: dict[str, float | None]
+    peak_memory_bytes: int | None
+    hardware: dict[str, Any]
+    environment: dict[str, Any]
+    started_at: str
+    finished_at: str
+    message: str = ""  # of a run that did not complete
+
+    def __post_init__(self) -> None:
+        if self.schema_version != SCHEMA_VERSION:
+            raise ValueError(
+                f"schema_version={self.schema_version}: this program reads version {SCHEMA_VERSION}"
+            )
+        if (self.result is None) == (self.status in ("completed", "at_chance")):
+            raise ValueError(f"status={self.status!r} does not go with result={self.result}")
+
+    def to_json(self) -> str:
+        """The file's text; numbers that are not finite become null."""
+        return json.dumps(_finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def record_path(results_dir: Path, task: str, model: str, run_id: str) -> Path:
+    """Where a run's record lies."""
+    return results_dir / "runs" / task / model / f"{run_id}.json"
+
+
+def save(record: Record, results_dir: Path) -> Path:
+    """Write one record atomically; an earlier record of the same run is replaced."""
+    path = record_path(results_dir, record.task, record.model, record.run_id)
+    write_atomically(path, record.to_json())
+    return path
+
+
+def load(path: Path) -> Record:
+    """Read and check one record.
+
+    Raises:
+        ValueError: not JSON, an unknown or missing field, a wrong type, or another schema version;
+            names the file and the field.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a JSON record ({error})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    version = values.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path}: schema_version={version}, but this program reads version {SCHEMA_VERSION}"
+        )
+    try:
+        return fill(Record, values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:
+    """All readable records in a fixed order, and a warning for each file that is not one."""
+    records, warnings = [], []
+    for path in sorted((results_dir / "runs").glob("*/*/*.json")):
+        try:
+            records.append(load(path))
+        except ValueError as error:
+            warnings.append(f"skipped {error}")
+    return records, warnings
+
+
+def pack_correct(correct_N: np.ndarray) -> str:
+    """Booleans as base64 of packed bits, eight examples a byte."""
+    return base64.b64encode(np.packbits(correct_N).tobytes()).decode()
+
+
+def unpack_correct(text: str, num_examples: int) -> np.ndarray:
+    """Undo `pack_correct`."""
+    bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), np.uint8))
+    if not 0 <= len(bits) - num_examples < 8:
+        raise ValueError(f"correct: {len(bits)} bits do not hold {num_examples} examples")
+    return bits[:num_examples].astype(bool)
+
+
+def is_at_chance(val_accuracy: float, val_label_histogram: Iterable[int]) -> bool:
+    """Whether an accuracy is within the 99 % binomial bound of always saying the majority class."""
+    counts = list(val_label_histogram)
+    n, majority = sum(counts), max(counts) / sum(counts)
+    return val_accuracy <= majority + Z_99 * math.sqrt(majority * (1 - majority) / n)
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the state of the source tree."""
+    packages = {}
+    for name in ("torch", "numpy", "hydra-core", "omegaconf", "tqdm", "filelock", "pillow"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    commit, dirty = git_state(Path(__file__).resolve().parent.parent)
+    return {
+        "python": platform.python_version(),
+        "torch": packages.get("torch"),
+        "packages": packages,
+        "git_commit": commit,
+        "git_dirty": dirty,
+    }
+
+
+def git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Commit of the checkout and whether code or configs differ from it; None outside a checkout."""
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        # Only what decides a number counts as a difference: new records in results/ do not.
+        changed = git("status", "--porcelain", "--", "configs", "lra", "models", "run.py")
+        return git("rev-parse", "HEAD"), bool(changed)
+    except (OSError, subprocess.SubprocessError):
+        return None, None

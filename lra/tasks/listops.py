@@ -1,0 +1,629 @@
+"""ListOps: nested list operations written out as tokens; the class is the value of the expression.
+
+    [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]      has the value 5
+
+Task and length-1000 setting: Long Range Arena (Tay et al., 2020, section 2.2.1, arXiv:2011.04006),
+after Nangia and Bowman (2018, arXiv:1804.06028). The released files hold the same expressions with
+round brackets around every pair; these say nothing that the operators do not, and are dropped.
+
+Sources, by `task.source`:
+
+- `files`: `basic_{train,val,test}.tsv` of the release; every expression is evaluated and compared
+  with its label.
+- `generated`: our own generator of the release's distribution, seeded. It draws whole blocks of
+  trees level by level: a tree is a node of depth 1; a node above `max_depth` is an operator with
+  probability 1/4, otherwise a uniform digit; an operator is uniform and takes 2 to `max_args`
+  arguments. Trees outside the limits of length are dropped, and so are repeated ones.
+- `synthetic`: the generator's trees with the digits overwritten, see `ListOps`.
+
+Legend: a level is all nodes of one depth, in the order in which they stand in the text, so that
+the arguments of one operator are neighbours; a tree is addressed by its number in the block.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import itertools
+import multiprocessing
+import os
+import signal
+import tarfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import numpy as np
+
+from lra.task import SPLITS, Example, Task
+
+# A value is a symbol's place here: digits are their own value. The order never changes.
+SYMBOLS = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]")
+MIN, MAX, MED, SM, CLOSE = range(10, 15)
+
+GENERATOR_VERSION = 1  # raise it when the generator's output changes; part of the cache's name
+READER_VERSION = 1
+GENERATOR_KEYS = (
+    "num_train", "num_val", "num_test", "generator_seed",
+    "min_tree_length", "max_tree_length", "max_depth", "max_args",
+)  # fmt: skip
+TREES_PER_BLOCK = 8192  # drawn from one seed; changing it changes the generator's output
+PATIENCE_BLOCKS = 64  # the rate of new expressions is measured over this many blocks
+MAX_BLOCKS_AHEAD = 20_000  # give up when that rate means more than this many further blocks
+PLANTED_SHARE = 0.5  # of the digits of a synthetic example
+
+FILES = tuple(f"basic_{split}.tsv" for split in SPLITS)
+HEADER = b"Source\tTarget"
+LINES_PER_CHUNK = 512
+# The release nests its folder; people flatten or rename it.
+FOLDERS = (
+    "lra_release/lra_release/listops-1000",
+    "lra_release/listops-1000",
+    "listops-1000",
+    "listops",
+    "",
+)
+ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
+
+_TO_VALUE = {symbol.encode(): value for value, symbol in enumerate(SYMBOLS)}
+_DROP_ROUND = bytes.maketrans(b"()", b"  ")
+_LABELS = {str(digit).encode(): digit for digit in range(10)}
+
+
+class Limits(NamedTuple):
+    """What the generator keeps and draws; the original's settings are the defaults."""
+
+    min_tree_length: int = 500  # a kept tree is longer than this
+    max_tree_length: int = 2000  # and shorter than this, in tokens without round brackets
+    max_depth: int = 10  # nodes at this depth are digits; the root has depth 1
+    max_args: int = 10
+
+
+ORIGINAL = Limits()
+
+
+class Block(NamedTuple):
+    """Kept trees of one block: their tokens end to end, and length and label of each."""
+
+    tokens: bytes
+    lengths: list[int]
+    labels: list[int]
+
+
+@dataclass(kw_only=True)
+class ListOps(Task):
+    """ListOps from the released files, from our generator, or as a synthetic stand-in.
+
+    `source=auto` takes files if any lie under `data_dir` (or at `path`), else generates; the
+    printed source and the record's `kind` say which.
+
+    The synthetic stand-in is not ListOps: it takes the generator's trees (same symbols, lengths and
+    nesting), overwrites half of the digits, chosen at random, with one digit per example, and asks
+    for the most frequent digit (the smallest on ties). A model that sees the mean of its embeddings
+    solves it; it shows that training works and measures speed, and no more.
+
+    Raises:
+        ValueError: a setting is out of range or contradicts another; names the key.
+    """
+
+    name: ClassVar[str] = "listops"
+    num_classes: ClassVar[int] = 10
+    num_values: ClassVar[int] = len(SYMBOLS)
+    official_sizes: ClassVar[dict[str, int]] = {"train": 96_000, "val": 2_000, "test": 2_000}
+    synthetic_sizes: ClassVar[dict[str, int]] = {"train": 2_000, "val": 200, "test": 200}
+
+    max_length: int = 2000
+    source: Literal["auto", "files", "generated", "synthetic"] = "auto"
+    path: str | None = None
+    num_train: int | None = None
+    num_val: int | None = None
+    num_test: int | None = None
+    min_tree_length: int = ORIGINAL.min_tree_length
+    max_tree_length: int = ORIGINAL.max_tree_length
+    max_depth: int = ORIGINAL.max_depth
+    max_args: int = ORIGINAL.max_args
+    generator_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source not in ("auto", "files", "generated", "synthetic"):
+            raise ValueError(
+                f"task.source={self.source}: expected auto, files, generated or synthetic"
+            )
+        if self.path is not None and self.source in ("generated", "synthetic"):
+            raise ValueError(
+                f"task.path={self.path} names files, but task.source={self.source} reads none; "
+                "drop one of them"
+            )
+        for key in ("num_train", "num_val", "num_test"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ValueError(f"task.{key}={value}: expected at least 1, or null for the usual")
+        for key, lowest in (
+            ("min_tree_length", 0),
+            ("max_depth", 1),
+            ("max_args", 2),
+            ("generator_seed", 0),
+        ):
+            if getattr(self, key) < lowest:
+                raise ValueError(f"task.{key}={getattr(self, key)}: expected at least {lowest}")
+        if self.max_tree_length < self.min_tree_length + 2:
+            raise ValueError(
+                f"task.max_tree_length={self.max_tree_length}: expected at least "
+                f"{self.min_tree_length + 2} with task.min_tree_length={self.min_tree_length}, "
+                "since both limits are exclusive"
+            )
+
+    @property
+    def kind(self) -> Literal["files", "generated", "synthetic"]:
+        """`source` with `auto` decided: files where there are any, else generated."""
+        if self.source != "auto":
+            return self.source
+        return "files" if self.path is not None or self._folder is not None else "generated"
+
+    @property
+    def limits(self) -> Limits:
+        """The generator's limits."""
+        return Limits(self.min_tree_length, self.max_tree_length, self.max_depth, self.max_args)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Examples per split that the generator makes."""
+        usual = self.synthetic_sizes if self.kind == "synthetic" else self.official_sizes
+        return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
+
+    def deviations(self) -> list[str]:
+        """How generated expressions are drawn otherwise than the original's; sizes apart."""
+        if self.kind != "generated":
+            return []
+        return [
+            f"task.{key}={value} (original: {original})"
+            for (key, value), original in zip(self.limits._asdict().items(), ORIGINAL, strict=True)
+            if value != original
+        ]
+
+    def describe_source(self) -> str:
+        """The source in words, for people."""
+        if self.kind == "files":
+            return f"the files in {self.source_files()[0].parent}"
+        if self.kind == "synthetic":
+            return f"a synthetic stand-in, seed {self.generator_seed}"
+        why = f" (no {FILES[0]} under {self.data_dir})" if self.source == "auto" else ""
+        return f"our generator, seed {self.generator_seed}{why}"
+
+    def source_files(self) -> list[Path]:
+        """The three files in the order train, val, test; empty for generated data.
+
+        Raises:
+            ValueError: none found, one missing, an archive that is still packed, or several folders
+                with different content.
+        """
+        if self.kind != "files":
+            return []
+        folder = self._folder
+        if folder is None:
+            raise ValueError(
+                f"task 'listops': found no {', '.join(FILES)}; tried "
+                f"{', '.join(str(tried) for tried in self._candidates())}. Get the release of "
+                "Long Range Arena (lra_release.gz, see google-research/long-range-arena), unpack "
+                f"it with `tar xf lra_release.gz -C {self.data_dir}`, or set task.path to the "
+                "folder with the three files, or task.source=generated to make an equal set here"
+            )
+        if missing := [name for name in FILES if not (folder / name).is_file()]:
+            raise ValueError(
+                f"task 'listops': {folder} has no {' and no '.join(missing)}; "
+                f"expected all of {', '.join(FILES)}"
+            )
+        return [folder / name for name in FILES]
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting that shapes the content.
+
+        Raises:
+            ValueError: a key of the generator is set although files are read.
+        """
+        if self.kind == "files":
+            for key in fields(self):
+                value = getattr(self, key.name)
+                if key.name in GENERATOR_KEYS and value != key.default:
+                    raise ValueError(
+                        f"task.{key.name}={value} is for generated data, but the source is "
+                        f"{self.describe_source()}; set task.source=generated, or to use a part of "
+                        "the files task.limit_train, limit_val, limit_test"
+                    )
+            return {"source": "files", "reader": READER_VERSION}
+        return {
+            "source": self.kind,
+            "generator": GENERATOR_VERSION,
+            "generator_seed": self.generator_seed,
+            **self.limits._asdict(),
+            **{f"num_{split}": size for split, size in self.sizes.items()},
+        }
+
+    def examples(self, split: str) -> Iterator[Example]:
+        """Yield the examples of one split in a fixed order.
+
+        Raises:
+            ValueError: a row of the file is faulty (names file, line and fault), or the limits
+                allow too few distinct expressions.
+        """
+        if self.kind == "files":
+            rows: Iterable[tuple[bytes, int]] = read_tsv(
+                self.source_files()[SPLITS.index(split)], num_workers=self.num_workers
+            )
+        else:
+            first = sum(self.sizes[earlier] for earlier in SPLITS[: SPLITS.index(split)])
+            rows = self._rows[first : first + self.sizes[split]]
+        for values, label in rows:
+            yield Example((values,), label)
+
+    def decode(self, values: np.ndarray) -> str:
+        """Raw values back to the expression, without round brackets."""
+        return " ".join(SYMBOLS[value] for value in values)
+
+    @cached_property
+    def _rows(self) -> list[tuple[bytes, int]]:
+        return generate(
+            sum(self.sizes.values()),
+            self.limits,
+            seed=self.generator_seed,
+            planted=self.kind == "synthetic",
+            num_workers=self.num_workers,
+        )
+
+    @property
+    def _root(self) -> Path:
+        root = self.data_dir if self.path is None else Path(self.path).expanduser()
+        return root.parent if root.name in FILES else root
+
+    def _candidates(self) -> list[Path]:
+        return [self._root / folder for folder in FOLDERS]
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """The folder that has the files, or some of them; None if there is no trace of any."""
+        found = {
+            folder.resolve(): folder
+            for folder in self._candidates()
+            if any((folder / name).is_file() for name in FILES)
+        }
+        folders = list(found.values())
+        if not folders:
+            self._refuse_archive()
+            return None
+        for other in folders[1:]:
+            _, differing, missing = filecmp.cmpfiles(folders[0], other, FILES, shallow=False)
+            if differing or missing:
+                raise ValueError(
+                    f"task 'listops': {folders[0]} and {other} differ in "
+                    f"{', '.join(differing + missing)}; set task.path to the folder to use"
+                )
+        return folders[0]
+
+    def _refuse_archive(self) -> None:
+        """Raise if the release lies there packed, or if `path` is some other file."""
+        root = self._root
+        folders = (root, root / "lra_release")
+        for file in [root, *(folder / name for folder in folders for name in ARCHIVES)]:
+            if file.is_file() and tarfile.is_tarfile(file):
+                # The archive's own folder is called lra_release; a file of that name is in its way.
+                rename = f"mv {file} {file}.tar && " if file.name == "lra_release" else ""
+                packed = f"{file}.tar" if rename else file
+                raise ValueError(
+                    f"task 'listops': {file} is a tar archive; unpack it with "
+                    f"`{rename}tar xf {packed} -C {file.parent}`, or set task.source=generated"
+                )
+        if root.is_file():
+            raise ValueError(
+                f"task.path={self.path}: expected a folder with {', '.join(FILES)}, or one of these"
+            )
+
+
+def encode(text: str) -> np.ndarray:
+    """Raw values [L] (uint8) of an expression; round brackets are dropped.
+
+    Raises:
+        ValueError: a token is none of the 15 symbols.
+    """
+    return np.frombuffer(_values(text.encode()), np.uint8)
+
+
+def evaluate(values: bytes) -> int:
+    """Value, 0 to 9, of one expression given as raw values.
+
+    Raises:
+        ValueError: not one well-formed expression; says why.
+    """
+    open_operators: list[tuple[int, list[int]]] = []  # and the arguments read before each
+    args: list[int] = []  # of the innermost open operator
+    for value in values:
+        if value < 10:
+            args.append(value)
+        elif value < CLOSE:
+            open_operators.append((value, args))
+            args = []
+        elif not open_operators:
+            raise ValueError("a ']' without an operator")
+        else:
+            operator, outer = open_operators.pop()
+            if not args:
+                raise ValueError(f"{SYMBOLS[operator]} without arguments")
+            if operator == MIN:
+                result = min(args)
+            elif operator == MAX:
+                result = max(args)
+            elif operator == SM:
+                result = sum(args) % 10
+            else:
+                args.sort()
+                result = (args[(len(args) - 1) // 2] + args[len(args) // 2]) // 2
+            outer.append(result)
+            args = outer
+    if open_operators:
+        raise ValueError(f"the expression ends with {len(open_operators)} operator(s) not closed")
+    if len(args) != 1:
+        raise ValueError(f"expected one expression, found {len(args)}")
+    return args[0]
+
+
+def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]:
+    """Yield raw values and label of every row of a released file; labels are checked.
+
+    The format: header `Source<TAB>Target`, then one expression and its value per line, LF or CRLF,
+    no quoting. Processes share the work; the order, and which fault is reported, do not depend on
+    their number.
+
+    Raises:
+        ValueError: a faulty file or row; names file, line and what was expected.
+    """
+    with file.open("rb") as stream:
+        header = stream.readline()
+        if not header:
+            raise ValueError(f"{file}: empty, expected the header Source<TAB>Target and rows")
+        if header.rstrip(b"\r\n") != HEADER:
+            raise ValueError(
+                f"{file}: the first line is {_show(header)}, expected the header Source<TAB>Target"
+            )
+        chunks = iter(lambda: list(itertools.islice(stream, LINES_PER_CHUNK)), [])
+        jobs = ((str(file), 2 + i * LINES_PER_CHUNK, lines) for i, lines in enumerate(chunks))
+        num_rows = 0
+        for rows in _map_in_order(_check_lines, jobs, num_workers):
+            num_rows += len(rows)
+            yield from rows
+    if not num_rows:
+        raise ValueError(f"{file}: has a header but no rows")
+
+
+def generate(
+    num_examples: int,
+    limits: Limits | None = None,
+    *,
+    seed: int,
+    planted: bool = False,
+    num_workers: int = 1,
+) -> list[tuple[bytes, int]]:
+    """Raw values and label of `num_examples` distinct expressions, the same for any `num_workers`.
+
+    `planted` makes the synthetic stand-in of `ListOps`.
+
+    Raises:
+        ValueError: there are too few distinct expressions within the limits, or they are too rare.
+    """
+    limits = limits or Limits()
+    rows: dict[bytes, int] = {}  # in the order drawn; the first of equal expressions stays
+    jobs = ((limits, seed, number, planted) for number in itertools.count())
+    history: deque[int] = deque([0], maxlen=PATIENCE_BLOCKS + 1)
+    for block in _map_in_order(draw_block, jobs, num_workers):
+        start = 0
+        for length, label in zip(block.lengths, block.labels, strict=True):
+            rows.setdefault(block.tokens[start : start + length], label)
+            start += length
+        if len(rows) >= num_examples:
+            break
+        history.append(len(rows))
+        if len(history) > PATIENCE_BLOCKS:
+            new = history[-1] - history[0]
+            if (num_examples - len(rows)) * PATIENCE_BLOCKS > new * MAX_BLOCKS_AHEAD:
+                trees = PATIENCE_BLOCKS * TREES_PER_BLOCK
+                raise ValueError(
+                    f"task 'listops': found only {len(rows)} of {num_examples} distinct "
+                    f"expressions, {new} of them in the last {trees:,} trees drawn, with "
+                    f"{_say(limits)}; widen these limits or lower task.num_train, num_val, num_test"
+                )
+    return list(itertools.islice(rows.items(), num_examples))
+
+
+class _Level(NamedTuple):
+    tokens: np.ndarray  # raw value of each node: a digit or an operator
+    trees: np.ndarray  # tree of each node
+    num_args: np.ndarray  # of each operator, in order
+
+
+def draw_block(limits: Limits, seed: int, number: int, planted: bool = False) -> Block:
+    """Draw `TREES_PER_BLOCK` trees, seeded by `seed` and `number`; return those within limits."""
+    seeds = np.random.SeedSequence(seed, spawn_key=(number,))
+    rng = np.random.Generator(np.random.PCG64(seeds))
+    trees = np.arange(TREES_PER_BLOCK)
+    lengths = np.ones(TREES_PER_BLOCK, np.int64)
+    levels: list[_Level] = []
+    while len(trees):
+        if len(levels) + 1 < limits.max_depth:
+            # One draw for type and digit: 10 of 40 outcomes mean an operator, 3 each a digit.
+            tokens = rng.integers(0, 40, len(trees), np.uint8)
+            is_operator = tokens >= 30
+            tokens %= 10
+        else:
+            tokens = rng.integers(0, 10, len(trees), np.uint8)
+            is_operator = np.zeros(len(trees), bool)
+        owners = trees[is_operator]
+        tokens[is_operator] = rng.integers(MIN, CLOSE, len(owners), np.uint8)
+        num_args = rng.integers(2, limits.max_args + 1, len(owners))
+        levels.append(_Level(tokens, trees, num_args))
+        # An operator adds a bracket and its arguments, each of at least one token.
+        lengths += np.bincount(owners, num_args + 1, TREES_PER_BLOCK).astype(np.int64)
+        # Stop drawing trees that are too long already; the others' chances stay the same.
+        going_on = lengths[owners] < limits.max_tree_length
+        trees = np.repeat(owners[going_on], num_args[going_on])
+    kept = (limits.min_tree_length < lengths) & (lengths < limits.max_tree_length)
+    for i, level in enumerate(levels):
+        nodes = kept[level.trees]
+        operators = nodes[level.tokens >= 10]
+        levels[i] = _Level(level.tokens[nodes], level.trees[nodes], level.num_args[operators])
+    tokens, labels = _write_out(levels)
+    lengths = lengths[kept]
+    if planted:
+        labels = _plant(tokens, lengths, rng)
+    return Block(tokens.tobytes(), lengths.tolist(), labels.tolist())
+
+
+def _write_out(levels: list[_Level]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of complete trees, end to end, and the value of each tree."""
+    # Bottom up: value and length of every node, from those of the level below.
+    values: list[np.ndarray] = [level.tokens.copy() for level in levels]
+    lengths: list[np.ndarray] = [np.ones(len(level.tokens), np.int64) for level in levels]
+    operators = [np.flatnonzero(level.tokens >= 10) for level in levels]
+    first_args = [np.cumsum(level.num_args) - level.num_args for level in levels]
+    for i in range(len(levels) - 2, -1, -1):
+        if len(operators[i]):
+            level, first = levels[i], first_args[i]
+            values[i][operators[i]] = _apply(
+                level.tokens[operators[i]], values[i + 1], first, level.num_args
+            )
+            lengths[i][operators[i]] = np.add.reduceat(lengths[i + 1], first) + 2
+    # Top down: where each node starts, from the start of its operator.
+    starts = np.cumsum(lengths[0]) - lengths[0]
+    tokens = np.empty(lengths[0].sum(), np.uint8)
+    for i, level in enumerate(levels):
+        tokens[starts] = level.tokens
+        if not len(operators[i]):
+            break
+        start = starts[operators[i]]
+        tokens[start + lengths[i][operators[i]] - 1] = CLOSE
+        before = np.cumsum(lengths[i + 1]) - lengths[i + 1]
+        starts = before + np.repeat(start + 1 - before[first_args[i]], level.num_args)
+    return tokens, values[0]
+
+
+def _apply(
+    operators: np.ndarray, args: np.ndarray, first: np.ndarray, num_args: np.ndarray
+) -> np.ndarray:
+    """Value of each operator, whose arguments are `args[first : first + num_args]`."""
+    results = np.minimum.reduceat(args, first)
+    np.copyto(results, np.maximum.reduceat(args, first), where=operators == MAX)
+    sums = np.add.reduceat(args, first, dtype=np.int64) % 10
+    np.copyto(results, sums.astype(np.uint8), where=operators == SM)
+    medians = np.flatnonzero(operators == MED)
+    if len(medians):
+        first, num_args = first[medians, None], num_args[medians, None]
+        column = np.arange(num_args.max())
+        # Rows padded with 10, which sorts behind every digit.
+        table = np.where(
+            column < num_args, args[np.minimum(first + column, len(args) - 1)], np.uint8(10)
+        )
+        table.sort(axis=1)
+        low = np.take_along_axis(table, (num_args - 1) // 2, axis=1)
+        high = np.take_along_axis(table, num_args // 2, axis=1)
+        results[medians] = ((low + high) // 2)[:, 0]
+    return results
+
+
+def _plant(tokens: np.ndarray, lengths: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Overwrite half of the digits of each tree with one digit; return the most frequent digits."""
+    trees = np.repeat(np.arange(len(lengths)), lengths)
+    chosen = (tokens < 10) & (rng.random(len(tokens)) < PLANTED_SHARE)
+    tokens[chosen] = rng.integers(0, 10, len(lengths), np.uint8)[trees[chosen]]
+    digits = tokens < 10
+    counts = np.bincount(trees[digits] * 10 + tokens[digits], minlength=10 * len(lengths))
+    return counts.reshape(-1, 10).argmax(axis=1)
+
+
+def _values(source: bytes) -> bytes:
+    """Raw values of an expression's text."""
+    tokens = source.translate(_DROP_ROUND).split()
+    try:
+        return bytes([_TO_VALUE[token] for token in tokens])
+    except KeyError as error:
+        unknown = error.args[0]
+    raise ValueError(f"unknown token {_show(unknown)}, expected one of {' '.join(SYMBOLS)}")
+
+
+def _check_lines(file: str, first_line: int, lines: list[bytes]) -> list[tuple[bytes, int]]:
+    """Raw values and label of each line; `file` and `first_line` are for messages."""
+    rows = []
+    for number, line in enumerate(lines, first_line):
+        try:
+            rows.append(_check_row(line.removesuffix(b"\n").removesuffix(b"\r")))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
+    return rows
+
+
+def _check_row(row: bytes) -> tuple[bytes, int]:
+    columns = row.split(b"\t")
+    if len(columns) != 2:
+        raise ValueError(
+            f"expected expression, tab, label, found {len(columns) - 1} tabs in {_show(row)}"
+        )
+    values = _values(columns[0])
+    value = evaluate(values)
+    label = _LABELS.get(columns[1])
+    if label is None:
+        raise ValueError(f"label {_show(columns[1])}, expected 0 to 9")
+    if label != value:
+        raise ValueError(f"label {label}, but the expression has the value {value}")
+    return values, label
+
+
+def _show(text: bytes) -> str:
+    """Any bytes as a short, printable, quoted text; says so if they cannot be text."""
+    try:
+        shown = repr(text[:60].decode(errors="ignore")) + ("..." if len(text) > 60 else "")
+        text.decode()
+    except UnicodeDecodeError:
+        return f"{ascii(text[:60])} (not UTF-8)"
+    return f"{shown} (a NUL byte)" if b"\0" in text else shown
+
+
+def _say(limits: Limits) -> str:
+    return ", ".join(f"task.{key}={value}" for key, value in limits._asdict().items())
+
+
+Result = TypeVar("Result")
+
+
+def _map_in_order(
+    function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], num_workers: int
+) -> Iterator[Result]:
+    """`function(*job)` of each job, in order; takes few jobs at a time, so they may be endless."""
+    if num_workers <= 1:
+        yield from itertools.starmap(function, jobs)
+        return
+    with ProcessPoolExecutor(num_workers, initializer=_follow_parent) as pool:
+        running: deque[Future[Result]] = deque()
+        try:
+            for job in jobs:
+                running.append(pool.submit(function, *job))
+                if len(running) > 2 * num_workers:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _follow_parent() -> None:
+    """Leave interrupts to the parent, and end when it is killed instead of waiting for jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,112 @@
+"""Encoder: embed, N blocks of (mixer, feed-forward), final norm; models differ in the mixer.
+
+A mixer is an `nn.Module` built as `FooMixer(shape, *, own_knob)` with
+`forward(x_BLD, mask_BL) -> x_BLD`; attention dropout is its own, residual dropout the block's.
+
+Shapes: B batch, L length, D d_model. `mask` is bool, True = real token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.layers import Embedding, FeedForward, initialise
+from models.shape import Shape
+
+
+class Block(nn.Module):
+    """One layer: mixer and feed-forward, each with a residual connection and a norm.
+
+    Pre-norm (`shape.norm="pre"`): x + f(norm(x)). Post-norm: norm(x + f(x)).
+    """
+
+    def __init__(self, shape: Shape, mixer: nn.Module) -> None:
+        super().__init__()
+        self.pre_norm = shape.norm == "pre"
+        self.norm1 = nn.LayerNorm(shape.d_model)
+        self.mixer = mixer
+        self.dropout = nn.Dropout(shape.dropout)
+        self.norm2 = nn.LayerNorm(shape.d_model)
+        self.ffn = FeedForward(shape)
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Mix over positions, then transform each position; [B, L, D]."""
+        if self.pre_norm:
+            x_BLD = x_BLD + self.dropout(self.mixer(self.norm1(x_BLD), mask_BL))
+            return x_BLD + self.ffn(self.norm2(x_BLD))
+        x_BLD = self.norm1(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)))
+        return self.norm2(x_BLD + self.ffn(x_BLD))
+
+
+class Encoder(nn.Module):
+    """Token ids to one vector for each position.
+
+    Args:
+        shape: sizes and layout.
+        mixer: makes one mixer; called once for each layer, or once in all with `shape.tie_layers`.
+        block: makes a layer from `shape` and a mixer, for models whose layers differ in more.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        mixer: Callable[[], nn.Module],
+        block: Callable[[Shape, nn.Module], nn.Module] = Block,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = Embedding(shape)
+        num_blocks = 1 if shape.tie_layers else shape.num_layers
+        self.blocks = nn.ModuleList(block(shape, mixer()) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(shape.d_model) if shape.norm == "pre" else nn.Identity()
+        initialise(self, shape.init)
+
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Encode; [B, L, D], with the class token first, [B, L + 1, D], for `shape.pooling="cls"`.
+
+        `output_mask` tells which rows are real. Rows at padding hold numbers without meaning.
+
+        Raises:
+            ValueError: the input is longer than `shape.max_length`.
+        """
+        x_BLD = self.embedding(tokens_BL)
+        mask_BL = self.output_mask(mask_BL)
+        for block in self.layers():
+            x_BLD = block(x_BLD, mask_BL)
+        return self.norm(x_BLD)
+
+    def output_mask(self, mask_BL: Tensor) -> Tensor:
+        """Mask of the rows that `forward` returns: with a class token, one True in front."""
+        return F.pad(mask_BL, (1, 0), value=True) if self.shape.pooling == "cls" else mask_BL
+
+    def layers(self) -> list[nn.Module]:
+        """The blocks in the order of their use; the same one again when layers are tied."""
+        return [self.blocks[i % len(self.blocks)] for i in range(self.shape.num_layers)]
+
+
+def make_encoder(target: Callable[..., nn.Module], shape: Shape, **knobs: Any) -> Encoder:
+    """Build the encoder of a model: `target` is a mixer class or, if it is one, an `Encoder` class.
+
+    Raises:
+        ValueError: a knob is not an argument of `target`, or `target` refuses its value.
+    """
+    allowed = [
+        name
+        for name, parameter in inspect.signature(target).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    ]
+    for name in knobs:
+        if name not in allowed:
+            raise ValueError(
+                f"model.{name}: {getattr(target, '__name__', target)} has no such option; "
+                f"it has {', '.join(allowed) or 'none'}"
+            )
+    make: Callable[..., nn.Module] = target
+    if isinstance(target, type) and issubclass(target, Encoder):
+        return target(shape, **knobs)
+    return Encoder(shape, lambda: make(shape, **knobs))

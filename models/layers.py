@@ -1,0 +1,170 @@
+"""Parts that all encoders share: embedding with positions, feed-forward, attention, initial values.
+
+Shapes: B batch, L length of the queries, N length of the keys, D d_model, H heads, K head dim.
+`mask` is bool, True = real token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.shape import Shape
+
+
+def sinusoidal_table(
+    num_rows: int, width: int, *, first_row: int = 0, sines_first: bool = False
+) -> Tensor:
+    """Fixed position vectors [num_rows, width] for positions first_row, first_row + 1, ...
+
+    Computed in float64, returned in torch's default dtype. Two forms are in use:
+
+    - interleaved (Vaswani et al. 2017; Long Range Arena): sine and cosine alternate, wave lengths
+      10000^(2i / width);
+    - `sines_first` (tensor2tensor, fairseq): all sines, then all cosines, wave lengths
+      10000^(i / (width / 2 - 1)), and a zero column at the end when the width is odd.
+    """
+    position_L1 = torch.arange(first_row, first_row + num_rows, dtype=torch.float64)[:, None]
+    if sines_first:
+        half = width // 2
+        exponent = torch.arange(half, dtype=torch.float64) / max(half - 1, 1)
+        angle = position_L1 * 10000.0**-exponent
+        table = torch.cat([angle.sin(), angle.cos()], dim=1)
+        table = F.pad(table, (0, width - 2 * half))
+    else:
+        exponent = torch.arange(0, width, 2, dtype=torch.float64) / width
+        angle = position_L1 * 10000.0**-exponent
+        table = torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1)[:, :width]
+    return table.to(torch.get_default_dtype())
+
+
+def attend(
+    q_BHLK: Tensor,
+    k_BHNK: Tensor,
+    v_BHNK: Tensor,
+    mask_BN: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    causal: bool = False,
+) -> Tensor:
+    """Softmax attention, softmax(q k^T / sqrt(K)) v, by PyTorch's fused kernels; [B, H, L, K].
+
+    `mask_BN` says which keys may be read. A row without any readable key reads all of them, so that
+    it stays finite on every backend; its result is for nobody to use. A causal row t reads keys
+    0 .. t and needs no mask as long as padding stands behind the tokens.
+    """
+    mask_B11N = None
+    if mask_BN is not None:
+        mask_B11N = (mask_BN | ~mask_BN.any(dim=1, keepdim=True))[:, None, None, :]
+    return F.scaled_dot_product_attention(
+        q_BHLK, k_BHNK, v_BHNK, attn_mask=mask_B11N, dropout_p=dropout, is_causal=causal
+    )
+
+
+class StackedLinear(nn.Linear):
+    """`parts` linear maps of the same input in one product: [..., D] -> [..., parts * width]."""
+
+    def __init__(self, in_features: int, width: int, *, parts: int, bias: bool = True) -> None:
+        super().__init__(in_features, parts * width, bias=bias)
+        self.parts = parts
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with an activation between them, D -> d_ff -> D."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        inner_dropout = shape.activation_dropout
+        self.up = nn.Linear(shape.d_model, shape.d_ff)
+        self.activation = nn.ReLU() if shape.activation == "relu" else nn.GELU()  # exact, with erf
+        self.inner_dropout = nn.Dropout(shape.dropout if inner_dropout is None else inner_dropout)
+        self.down = nn.Linear(shape.d_ff, shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Same map at every position; [B, L, D]."""
+        return self.dropout(self.down(self.inner_dropout(self.activation(self.up(x_BLD)))))
+
+
+class Embedding(nn.Module):
+    """Token ids to vectors: [class token, ] token and position, then norm and dropout.
+
+    With `shape.pooling="cls"` a learned vector stands in front of the tokens and takes the first
+    position, so the result has one row more than the input.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.max_length = shape.max_length
+        self.scale = math.sqrt(shape.d_model) if shape.embedding_scale else 1.0
+        self.tokens = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.class_token = (
+            nn.Parameter(torch.empty(shape.d_model)) if shape.pooling == "cls" else None
+        )
+        num_rows = shape.max_length + (shape.pooling == "cls")
+        self.positions: Tensor | None
+        if shape.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(num_rows, shape.d_model))
+        elif shape.positions == "sinusoidal":
+            table = sinusoidal_table(num_rows, shape.d_model)
+            self.register_buffer("positions", table, persistent=False)
+        else:
+            self.positions = None
+        self.norm = nn.LayerNorm(shape.d_model) if shape.embedding_norm else nn.Identity()
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """Embed ids; [B, L, D], or [B, L + 1, D] with a class token.
+
+        Raises:
+            ValueError: the input is longer than `shape.max_length`.
+        """
+        length = tokens_BL.shape[1]
+        if length > self.max_length:
+            raise ValueError(
+                f"input of {length} tokens, but the model was built for shape.max_length="
+                f"{self.max_length}; build it with the task's own length or cut the input"
+            )
+        x_BLD = self.tokens(tokens_BL)
+        if self.class_token is not None:
+            class_B1D = self.class_token.expand(len(x_BLD), 1, -1)
+            x_BLD = torch.cat([class_B1D, x_BLD], dim=1)
+        if self.scale != 1.0:
+            x_BLD = x_BLD * self.scale
+        if self.positions is not None:
+            x_BLD = x_BLD + self.positions[: x_BLD.shape[1]]
+        return self.dropout(self.norm(x_BLD))
+
+
+@torch.no_grad()
+def initialise(module: nn.Module, init: str) -> None:
+    """Draw the initial values of all linear maps and embeddings inside `module` in place.
+
+    - torch: linear maps as PyTorch draws them, embedding tables N(0, 0.02^2) (mlpen/Nystromformer);
+    - bert: linear maps and embedding tables N(0, 0.02^2), biases 0;
+    - lra: token embeddings N(0, 1), Xavier-uniform kernels, biases N(0, 1e-12), class token 0
+      (google-research/long-range-arena).
+
+    Learned positions are N(0, 0.02^2) in all three.
+    """
+    for part in module.modules():
+        if isinstance(part, nn.Linear) and init == "bert":
+            nn.init.normal_(part.weight, std=0.02)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.Linear) and init == "lra":
+            # Each stacked map has the range of a map of its own.
+            for weight in part.weight.chunk(getattr(part, "parts", 1)):
+                nn.init.xavier_uniform_(weight)
+            if part.bias is not None:
+                nn.init.normal_(part.bias, std=1e-6)
+        elif isinstance(part, nn.Embedding):
+            nn.init.normal_(part.weight, std=1.0 if init == "lra" else 0.02)
+        elif isinstance(part, Embedding):
+            if isinstance(part.positions, nn.Parameter):
+                nn.init.normal_(part.positions, std=0.02)
+            if part.class_token is not None:
+                nn.init.normal_(part.class_token, std=0.0 if init == "lra" else 0.02)

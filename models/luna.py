@@ -1,0 +1,407 @@
+"""Luna: tokens attend to a short packed memory, and the memory to the tokens; linear in length.
+
+Source: Ma et al. 2021, https://arxiv.org/abs/2106.01540, and the authors' code, where it differs
+from the paper: scores are divided by the square root of a head's width, keys and values are untied
+unless `tie_kv`, and the packed result has no output projection. One deviation from both: the number
+of slots an example may use depends on its own length alone, never on the batch.
+
+Shapes: B batch, L length, N length of the context, M memory slots, D d_model, H heads, K head dim,
+G chunks of C positions. `mask` is bool, True = real token or slot in use.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from models.encoder import Encoder
+from models.layers import FeedForward, StackedLinear, attend, sinusoidal_table
+from models.shape import Shape
+from models.softmax import check_causal
+
+CHUNK_LENGTH = 64  # of the causal form: balances work inside a chunk against that on its sums
+
+
+def split_heads(x_BLD: Tensor, num_heads: int) -> Tensor:
+    """[B, L, H * K] to [B, H, L, K]."""
+    return rearrange(x_BLD, "b l (h k) -> b h l k", h=num_heads)
+
+
+def join_heads(x_BHLK: Tensor) -> Tensor:
+    """[B, H, L, K] to [B, L, H * K]."""
+    return rearrange(x_BHLK, "b h l k -> b l (h k)")
+
+
+class LunaAttention(nn.Module):
+    """Pack a context into the memory, then let every query position read the packed result.
+
+    Args:
+        shape: heads, widths, `attention_bias` and `attention_dropout` are read here. The packed
+            result is added to the memory as it is, so packing splits `d_model` whatever
+            `shape.head_dim` says; that holds for reading.
+        num_packed_heads: heads of the packing attention.
+        tie_kv: one map gives both keys and values, in packing and in reading.
+    """
+
+    def __init__(self, shape: Shape, *, num_packed_heads: int, tie_kv: bool) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.num_packed_heads = num_packed_heads
+        self.dropout = shape.attention_dropout
+        width, bias = shape.num_heads * shape.attention_head_dim, shape.attention_bias
+        parts = 1 if tie_kv else 2
+        self.pack_query = nn.Linear(shape.d_model, shape.d_model, bias=bias)
+        self.pack_kv = StackedLinear(shape.d_model, shape.d_model, parts=parts, bias=bias)
+        self.query = nn.Linear(shape.d_model, width, bias=bias)
+        self.kv = StackedLinear(shape.d_model, width, parts=parts, bias=bias)
+        self.out = nn.Linear(width, shape.d_model, bias=bias)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        memory_BMD: Tensor,
+        mask_BN: Tensor,
+        memory_mask_BM: Tensor,
+        context_BND: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention output [B, L, D] and packed memory [B, M, D].
+
+        The context is x itself, or another sequence (a decoder's queries over an encoder's output);
+        `mask_BN` belongs to the context. For a context that stays the same, call `pack` once and
+        `unpack` for each query.
+        """
+        packed_BMD = self.pack(memory_BMD, x_BLD if context_BND is None else context_BND, mask_BN)
+        return self.unpack(x_BLD, packed_BMD, memory_mask_BM), packed_BMD
+
+    def pack(self, memory_BMD: Tensor, context_BND: Tensor, mask_BN: Tensor) -> Tensor:
+        """Let each memory slot attend to the context; [B, M, D]."""
+        parts = self.pack_kv(context_BND).chunk(self.pack_kv.parts, dim=-1)
+        return self._attend(
+            self.pack_query(memory_BMD), parts[0], parts[-1], mask_BN, self.num_packed_heads
+        )
+
+    def unpack(self, x_BLD: Tensor, packed_BMD: Tensor, memory_mask_BM: Tensor) -> Tensor:
+        """Let each position attend to the packed slots in use; [B, L, D]."""
+        parts = self.kv(packed_BMD).chunk(self.kv.parts, dim=-1)
+        return self.out(
+            self._attend(self.query(x_BLD), parts[0], parts[-1], memory_mask_BM, self.num_heads)
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, num_heads: int) -> Tensor:
+        q, k, v = (split_heads(part, num_heads) for part in (q, k, v))
+        dropout = self.dropout if self.training else 0.0
+        return join_heads(attend(q, k, v, key_mask, dropout=dropout))
+
+
+@dataclass(frozen=True)
+class CausalState:
+    """What step-by-step causal attention carries: the projected memory, two running sums, a count.
+
+    Nothing in it grows with the number of steps.
+    """
+
+    pack_query_BHMK: Tensor
+    key_sum_BHKM: Tensor
+    value_sum_BHMK: Tensor
+    num_steps: int
+
+
+def causal_mean(x_BHLI: Tensor, y_BHLI: Tensor, z_BHLJ: Tensor) -> Tensor:
+    """Row t (from 1) is x_t times the mean over s <= t of the outer products y_s z_s; [B, H, L, J].
+
+    Linear in time and memory: inside a chunk the products x_t . y_s are formed, and each chunk
+    starts from the sum of the outer products of those before it. Low precision adds up in float32.
+    """
+    dtype, length = x_BHLI.dtype, x_BHLI.shape[2]
+    work_dtype = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(x_BHLI.device.type, enabled=False):
+        count_L1 = torch.arange(1, length + 1, dtype=work_dtype, device=x_BHLI.device)[:, None]
+        x_BHGCI, y_BHGCI, z_BHGCJ = (
+            rearrange(
+                F.pad(part.to(work_dtype), (0, 0, 0, -length % CHUNK_LENGTH)),
+                "b h (g c) i -> b h g c i",
+                c=CHUNK_LENGTH,
+            )
+            for part in (x_BHLI / count_L1, y_BHLI, z_BHLJ)
+        )
+        sum_BHGIJ = (y_BHGCI.mT @ z_BHGCJ).cumsum(dim=2)
+        before_BHGIJ = F.pad(sum_BHGIJ[:, :, :-1], (0, 0, 0, 0, 1, 0))
+        out_BHGCJ = (x_BHGCI @ y_BHGCI.mT).tril() @ z_BHGCJ + x_BHGCI @ before_BHGIJ
+    return rearrange(out_BHGCJ, "b h g c j -> b h (g c) j")[:, :, :length].to(dtype)
+
+
+class LunaCausalAttention(nn.Module):
+    """Causal Luna attention: position t reads a memory packed from positions 0 .. t.
+
+    Packing weights come from an activation in place of softmax, so that running sums carry them
+    from position to position. Keys at padding are not masked, as in the authors' code: padding
+    stands behind the tokens, where a causal row does not look.
+
+    Args:
+        shape: heads, widths, `attention_bias` and `attention_dropout` are read here.
+        tie_kv: one map gives both keys and values for reading.
+        activation: softplus(z) = log2(1 + 2^z), or elu(z) + 1 as before August 2021.
+    """
+
+    def __init__(
+        self, shape: Shape, *, tie_kv: bool, activation: Literal["softplus", "elu"]
+    ) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.scale = shape.attention_head_dim**-0.5
+        self.activation = activation
+        self.dropout = nn.Dropout(shape.attention_dropout)
+        width, bias = shape.num_heads * shape.attention_head_dim, shape.attention_bias
+        self.pack_query = nn.Linear(shape.d_model, width, bias=bias)
+        # From the tokens: query, packing key, and key and value for reading, one or two maps.
+        self.tokens = StackedLinear(shape.d_model, width, parts=3 if tie_kv else 4, bias=bias)
+        self.out = nn.Linear(width, shape.d_model, bias=bias)
+
+    def forward(
+        self, x_BLD: Tensor, memory_BMD: Tensor, mask_BL: Tensor, memory_mask_BM: Tensor
+    ) -> tuple[Tensor, None]:
+        """All positions at once; [B, L, D]. There is no packed memory to hand on."""
+        q_BHLK, pack_k_BHLK, k_BHLK, v_BHLK = self._project(x_BLD)
+        weight_BHLM = self._pack_weight(pack_k_BHLK, self._pack_query(memory_BMD))
+        score_BHLM = causal_mean(q_BHLK, k_BHLK, weight_BHLM)
+        read_BHLM = self._read_weight(score_BHLM, memory_mask_BM)
+        return self.out(join_heads(causal_mean(read_BHLM, weight_BHLM, v_BHLK))), None
+
+    def start(self, memory_BMD: Tensor) -> CausalState:
+        """State before the first position."""
+        p_BHMK = self._pack_query(memory_BMD)
+        return CausalState(
+            pack_query_BHMK=p_BHMK,
+            key_sum_BHKM=torch.zeros_like(p_BHMK.mT),
+            value_sum_BHMK=torch.zeros_like(p_BHMK),
+            num_steps=0,
+        )
+
+    def step(
+        self, x_B1D: Tensor, state: CausalState, memory_mask_BM: Tensor
+    ) -> tuple[Tensor, CausalState]:
+        """The next position alone; [B, 1, D] and the state after it."""
+        q_BH1K, pack_k_BH1K, k_BH1K, v_BH1K = self._project(x_B1D)
+        weight_BH1M = self._pack_weight(pack_k_BH1K, state.pack_query_BHMK)
+        state = CausalState(
+            pack_query_BHMK=state.pack_query_BHMK,
+            key_sum_BHKM=state.key_sum_BHKM + k_BH1K.mT @ weight_BH1M,
+            value_sum_BHMK=state.value_sum_BHMK + weight_BH1M.mT @ v_BH1K,
+            num_steps=state.num_steps + 1,
+        )
+        score_BH1M = q_BH1K @ state.key_sum_BHKM / state.num_steps
+        read_BH1M = self._read_weight(score_BH1M, memory_mask_BM)
+        y_BH1K = read_BH1M @ state.value_sum_BHMK / state.num_steps
+        return self.out(join_heads(y_BH1K)), state
+
+    def _pack_query(self, memory_BMD: Tensor) -> Tensor:
+        return split_heads(self.pack_query(memory_BMD), self.num_heads) * self.scale
+
+    def _project(self, x_BLD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        parts = self.tokens(x_BLD).chunk(self.tokens.parts, dim=-1)
+        q, pack_k, k, v = (
+            split_heads(part, self.num_heads) for part in (*parts[:2], parts[2], parts[-1])
+        )
+        return q * self.scale, pack_k, k, v
+
+    def _pack_weight(self, pack_k_BHLK: Tensor, pack_query_BHMK: Tensor) -> Tensor:
+        score_BHLM = pack_k_BHLK @ pack_query_BHMK.mT
+        if self.activation == "softplus":
+            return self.dropout(F.softplus(score_BHLM, beta=math.log(2.0)))
+        return self.dropout(F.elu(score_BHLM) + 1)
+
+    def _read_weight(self, score_BHLM: Tensor, memory_mask_BM: Tensor) -> Tensor:
+        score_BHLM = score_BHLM.masked_fill(~memory_mask_BM[:, None, None, :], -torch.inf)
+        return self.dropout(score_BHLM.softmax(dim=-1))
+
+
+class LunaBlock(nn.Module):
+    """One Luna layer: attention for tokens and memory, feed-forward for the tokens only.
+
+    The memory has a residual connection and a norm of its own.
+    """
+
+    def __init__(self, shape: Shape, mixer: nn.Module) -> None:
+        super().__init__()
+        self.pre_norm = shape.norm == "pre"
+        self.updates_memory = True
+        self.norm1 = nn.LayerNorm(shape.d_model)
+        self.memory_norm: nn.LayerNorm | None = nn.LayerNorm(shape.d_model)
+        self.mixer = mixer
+        self.dropout = nn.Dropout(shape.dropout)
+        self.norm2 = nn.LayerNorm(shape.d_model)
+        self.ffn = FeedForward(shape)
+
+    def forward(
+        self, x_BLD: Tensor, memory_BMD: Tensor, mask_BL: Tensor, memory_mask_BM: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Next tokens [B, L, D] and memory [B, M, D]."""
+        if self.pre_norm:
+            assert self.memory_norm is not None
+            normed_BMD = self.memory_norm(memory_BMD)
+            y_BLD, packed_BMD = self.mixer(self.norm1(x_BLD), normed_BMD, mask_BL, memory_mask_BM)
+            if self.updates_memory:
+                memory_BMD = memory_BMD + self.dropout(packed_BMD)
+            x_BLD = x_BLD + self.dropout(y_BLD)
+            return x_BLD + self.ffn(self.norm2(x_BLD)), memory_BMD
+        y_BLD, packed_BMD = self.mixer(x_BLD, memory_BMD, mask_BL, memory_mask_BM)
+        if self.memory_norm is not None:
+            memory_BMD = self.memory_norm(memory_BMD + self.dropout(packed_BMD))
+        x_BLD = self.norm1(x_BLD + self.dropout(y_BLD))
+        return self.norm2(x_BLD + self.ffn(x_BLD)), memory_BMD
+
+    def keep_memory(self) -> None:
+        """Hand the memory on as it came; drops what only its update needs."""
+        self.updates_memory = False
+        if not self.pre_norm:
+            self.memory_norm = None
+
+
+class LunaEncoder(Encoder):
+    """Encoder whose layers hand on a packed memory besides the tokens.
+
+    With `shape.positions="sinusoidal"` tokens count from row 2 of fairseq's table and the memory
+    has rows of its own, from 0; `shape.embedding_scale` and `shape.embedding_norm` act on both.
+    With learned positions the memory has none.
+
+    Args:
+        shape: sizes and layout.
+        projection_length: M, slots of packed memory.
+        tie_kv: one map gives both keys and values.
+        num_packed_heads: heads of the packing attention; None: as `shape.num_heads`.
+        contextual_memory: each layer hands its packed memory to the next; otherwise, and in any
+            causal layer, all layers start from the learned memory.
+        dynamic_projection: an example shorter than M uses only as many slots as it has tokens.
+            Causal models always use all, since a length is not known before the end.
+        pool_memory: classify from the packed memory in place of the tokens.
+        causal: position t sees positions 0 .. t only.
+        activation: of causal packing.
+
+    Raises:
+        ValueError: a value is out of range, or two options cannot hold together.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        projection_length: int = 16,
+        tie_kv: bool = False,
+        num_packed_heads: int | None = None,
+        contextual_memory: bool = True,
+        dynamic_projection: bool = True,
+        pool_memory: bool = False,
+        causal: bool = False,
+        activation: Literal["softplus", "elu"] = "softplus",
+    ) -> None:
+        packed_heads = shape.num_heads if num_packed_heads is None else num_packed_heads
+        hands_on = contextual_memory and not causal
+        if projection_length < 1:
+            raise ValueError(f"model.projection_length={projection_length}: expected at least 1")
+        if packed_heads < 1 or shape.d_model % packed_heads:
+            raise ValueError(
+                f"model.num_packed_heads={packed_heads} does not divide shape.d_model="
+                f"{shape.d_model}; choose a divisor"
+            )
+        if activation not in ("softplus", "elu"):
+            raise ValueError(f"model.activation={activation}: expected softplus or elu")
+        if activation != "softplus" and not causal:
+            raise ValueError(f"model.activation={activation} acts only with model.causal=true")
+        if causal and num_packed_heads not in (None, shape.num_heads):
+            raise ValueError(
+                f"model.num_packed_heads={num_packed_heads} with model.causal=true: a causal layer "
+                f"packs and reads with the same heads; leave it null"
+            )
+        if pool_memory and not hands_on:
+            raise ValueError(
+                "model.pool_memory=true needs model.contextual_memory=true and model.causal=false: "
+                "otherwise the memory holds nothing about the example"
+            )
+        if pool_memory and shape.pooling in ("cls", "first"):
+            raise ValueError(
+                f"model.pool_memory=true with shape.pooling={shape.pooling}: memory slots have no "
+                "first token; use shape.pooling=mean, max or attention"
+            )
+        check_causal(shape, causal)
+
+        def mixer() -> nn.Module:
+            if causal:
+                return LunaCausalAttention(shape, tie_kv=tie_kv, activation=activation)
+            return LunaAttention(shape, num_packed_heads=packed_heads, tie_kv=tie_kv)
+
+        super().__init__(shape, mixer, LunaBlock)
+        self.dynamic_projection = dynamic_projection and not causal
+        self.pool_memory = pool_memory
+        self.memory = nn.Parameter(torch.empty(projection_length, shape.d_model))
+        nn.init.normal_(self.memory, std=shape.d_model**-0.5)
+        self.memory_positions: Tensor | None
+        table = None
+        if self.embedding.positions is not None and shape.positions == "sinusoidal":
+            self.embedding.positions = sinusoidal_table(
+                len(self.embedding.positions), shape.d_model, first_row=2, sines_first=True
+            )
+            table = sinusoidal_table(projection_length, shape.d_model, sines_first=True)
+        self.register_buffer("memory_positions", table, persistent=False)
+        has_norm = shape.embedding_norm
+        self.memory_embedding_norm = nn.LayerNorm(shape.d_model) if has_norm else nn.Identity()
+        has_norm = shape.norm == "pre" and pool_memory
+        self.memory_norm = nn.LayerNorm(shape.d_model) if has_norm else nn.Identity()
+        # A memory that nobody reads is not updated, so that no parameter goes without gradient.
+        last_is_read = pool_memory or (shape.tie_layers and shape.num_layers > 1)
+        for i, block in enumerate(self.blocks, start=1):
+            assert isinstance(block, LunaBlock)
+            if not hands_on or (i == len(self.blocks) and not last_is_read):
+                block.keep_memory()
+
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Encode; [B, L, D] as every encoder, or the memory [B, M, D] with `pool_memory`.
+
+        Raises:
+            ValueError: the input is longer than `shape.max_length`.
+        """
+        x_BLD, memory_BMD = self.encode(tokens_BL, mask_BL)
+        return memory_BMD if self.pool_memory else x_BLD
+
+    def encode(self, tokens_BL: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, L, D] and packed memory [B, M, D] after the last layer.
+
+        The memory lacks the last layer's update unless `pool_memory`.
+        """
+        mask_BL = super().output_mask(mask_BL)
+        x_BLD = self.embedding(tokens_BL).masked_fill(~mask_BL[..., None], 0.0)
+        memory_mask_BM = self.slots_in_use(mask_BL)
+        memory_BMD = self._first_memory(memory_mask_BM)
+        for block in self.layers():
+            x_BLD, memory_BMD = block(x_BLD, memory_BMD, mask_BL, memory_mask_BM)
+        return self.norm(x_BLD), self.memory_norm(memory_BMD)
+
+    def output_mask(self, mask_BL: Tensor) -> Tensor:
+        """Mask of the rows that `forward` returns: tokens, or the slots in use."""
+        mask_BL = super().output_mask(mask_BL)
+        return self.slots_in_use(mask_BL) if self.pool_memory else mask_BL
+
+    def slots_in_use(self, mask_BL: Tensor) -> Tensor:
+        """Slots that each example may use, the first min(M, own length); [B, M].
+
+        There are at most L slots, since no example of this batch can use more.
+        """
+        num_slots = len(self.memory)
+        if not self.dynamic_projection:
+            return mask_BL.new_ones(len(mask_BL), num_slots)
+        slots_M = torch.arange(min(num_slots, mask_BL.shape[1]), device=mask_BL.device)
+        return slots_M < mask_BL.sum(dim=1, keepdim=True)
+
+    def _first_memory(self, memory_mask_BM: Tensor) -> Tensor:
+        num_slots = memory_mask_BM.shape[1]
+        memory_MD = self.memory[:num_slots] * self.embedding.scale
+        if self.memory_positions is not None:
+            memory_MD = memory_MD + self.memory_positions[:num_slots]
+        memory_MD = self.memory_embedding_norm(memory_MD)
+        memory_BMD = self.embedding.dropout(memory_MD.expand(len(memory_mask_BM), -1, -1))
+        return memory_BMD.masked_fill(~memory_mask_BM[..., None], 0.0)

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Download the public sources of the tasks that cannot be generated.
+#
+#   bash scripts/get_data.sh [DIR] [text|image|release|all]      default: data all
+#
+# A broken download goes on where it stopped. A file appears under its own name only when it is
+# whole; one with the wrong checksum is kept beside it as *.bad. The text and image archives are
+# read as they are, so nothing is unpacked. For a mirror set LRA_TEXT_URL, LRA_IMAGE_URL or
+# LRA_RELEASE_URL to the address of the folder that has the file (and, for a file of other content,
+# LRA_TEXT_MD5, LRA_IMAGE_MD5 or LRA_RELEASE_MD5).
+set -euo pipefail
+
+dir=${1:-data}
+what=${2:-all}
+
+text_url=${LRA_TEXT_URL:-https://ai.stanford.edu/~amaas/data/sentiment}
+text_md5=${LRA_TEXT_MD5:-7c2ac02c03563afcf9b574c7e56c153a}
+image_url=${LRA_IMAGE_URL:-https://www.cs.toronto.edu/~kriz}
+image_md5=${LRA_IMAGE_MD5:-c58f30108f718f92721af3b95e74349a}
+release_url=${LRA_RELEASE_URL:-https://storage.googleapis.com/long-range-arena}
+release_md5=${LRA_RELEASE_MD5:-} # none is published; the file must begin as gzip does, 1f8b
+
+md5() {
+  if command -v md5sum > /dev/null; then md5sum < "$1"; else command md5 -q "$1"; fi | cut -c 1-32
+}
+
+# fetch NAME URL MD5: get URL/NAME into $dir; an empty MD5 is not compared.
+fetch() {
+  local name=$1 url=$2 expected=$3 found status=0
+  local file=$dir/$name part=$dir/$name.part
+  if [ -e "$file" ]; then
+    if [ -n "$expected" ] && [ "$(md5 "$file")" != "$expected" ]; then
+      echo "$file: wrong checksum; move it away and run this again" >&2
+      return 1
+    fi
+    echo "$file: already there"
+    return 0
+  fi
+  mkdir -p "$dir"
+  # A download that was stopped just before its renaming is whole already; a server refuses to
+  # continue such a file.
+  if [ ! -e "$part" ] || [ -z "$expected" ] || [ "$(md5 "$part")" != "$expected" ]; then
+    echo "$file: from $url/$name"
+    curl -fL --retry 3 --connect-timeout 20 -C - -o "$part" "$url/$name" || status=$?
+    if [ "$status" -eq 33 ]; then # this server cannot continue a file
+      rm -f "$part"
+      status=0
+      curl -fL --retry 3 --connect-timeout 20 -o "$part" "$url/$name" || status=$?
+    fi
+    if [ "$status" -ne 0 ]; then
+      echo "$file: download failed (curl exit code $status); run this again to go on" >&2
+      return 1
+    fi
+  fi
+  if [ -n "$expected" ]; then
+    found=$(md5 "$part")
+  else # at least not a page that says sorry
+    expected=1f8b found=$(head -c 2 "$part" | od -An -tx1 | tr -d ' \n')
+  fi
+  if [ "$found" != "$expected" ]; then
+    mv -f "$part" "$file.bad"
+    echo "$file: checksum $found, expected $expected; kept as $file.bad" >&2
+    return 1
+  fi
+  mv "$part" "$file"
+}
+
+get_text() { fetch aclImdb_v1.tar.gz "$text_url" "$text_md5"; }
+
+get_image() { fetch cifar-10-python.tar.gz "$image_url" "$image_md5"; }
+
+get_release() {
+  if fetch lra_release.gz "$release_url" "$release_md5"; then
+    echo "$dir/lra_release.gz is a tar archive; unpack it (18.6 GB) with:"
+    echo "  tar -xzf $dir/lra_release.gz -C $dir"
+    return 0
+  fi
+  cat >&2 <<EOF
+The release of Long Range Arena (lra_release.gz, 8 GB) is not open to everyone: its server often
+answers 403. It is needed for retrieval only; ListOps and Pathfinder are generated here. If you
+have a copy, either
+  - unpack it: tar -xzf lra_release.gz -C $dir
+  - or put new_aan_pairs.train.tsv, .eval.tsv and .test.tsv into $dir/tsv_data
+  - or set LRA_RELEASE_URL to the address of a folder that has lra_release.gz.
+task=retrieval task.source=synthetic runs without it, on stand-in data.
+EOF
+  return 1
+}
+
+case $what in
+  text) get_text ;;
+  image) get_image ;;
+  release) get_release ;;
+  all)
+    failed=0
+    get_text || failed=1
+    get_image || failed=1
+    get_release || failed=1
+    exit $failed
+    ;;
+  *)
+    echo "unknown: $what; expected text, image, release or all" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,231 @@
+"""Caches, batches and their order."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lra.data import Batch, TokenArrays, epoch_order, eval_batches, train_batches
+from lra.task import fingerprint_files, prepare, stratified, verify
+from tests.toy import SIZES, Toy, toy_data
+
+
+def toy(folder: Path, **knobs: object) -> Toy:
+    return Toy(data_dir=folder, **({"max_length": 12} | knobs))  # type: ignore[arg-type]
+
+
+def test_cache_round_trip(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    for split, size in SIZES.items():
+        arrays = getattr(data, split)
+        wanted = list(toy(tmp_path).examples(split))
+        assert len(arrays) == size == len(wanted)
+        for i, (sequences, label) in enumerate(wanted):
+            assert np.array_equal(arrays.sequence(i), sequences[0]) and arrays.labels[i] == label
+    verify(data)
+
+
+def test_a_batch_holds_ids_above_the_padding_and_true_lengths(tmp_path: Path) -> None:
+    rows = {s: [(bytes([0, 9, 3]), 1), (b"", 0), (bytes([5]), 1)] for s in SIZES}
+    batch = toy_data(tmp_path, rows=rows).val.batch(np.array([2, 0, 1]))
+    assert batch.tokens_BSL.shape == (3, 1, 64)
+    assert batch.tokens_BSL[1, 0, :4].tolist() == [1, 10, 4, 0]  # value 0 is not padding
+    assert batch.lengths_BS[:, 0].tolist() == [1, 3, 0]
+    assert batch.labels_B.tolist() == [1, 1, 0]
+    padded = toy_data(tmp_path, rows=rows).val.batch(np.array([2]), pad_to=12)
+    assert padded.tokens_BSL.shape == (1, 1, 12)
+
+
+def test_truncation_is_counted_and_an_error_under_strict(tmp_path: Path) -> None:
+    rows = {s: [(bytes(n), 0) for n in (4, 10, 12)] for s in SIZES}
+    data = toy_data(tmp_path, rows=rows, max_length=10)
+    assert data.meta["splits"]["train"]["truncated"] == 1
+    assert data.meta["splits"]["train"]["longest_source"] == 12
+    assert data.train.lengths.tolist() == [4, 10, 10]
+    with pytest.raises(ValueError, match=r"1 of 3 train .*max_length=10 \(longest: 12\)"):
+        toy_data(tmp_path / "strict", rows=rows, max_length=10, strict=True)
+    assert not list((tmp_path / "strict" / "cache").glob("toy-*/"))
+    with pytest.raises(ValueError, match="1 of 3 train"):  # also when the cut cache is there already
+        toy_data(tmp_path, rows=rows, max_length=10, strict=True)
+
+
+def test_a_changed_setting_is_another_cache(tmp_path: Path) -> None:
+    short, long = toy_data(tmp_path, max_length=8), toy_data(tmp_path, max_length=16)
+    assert short.folder != long.folder
+    assert short.train.lengths.max() <= 8 < long.train.lengths.max()
+
+
+def test_a_ready_cache_is_not_built_again(tmp_path: Path) -> None:
+    toy_data(tmp_path)
+    task = toy(tmp_path)
+    task.examples = lambda split: pytest.fail("built again")  # type: ignore[method-assign, assignment]
+    assert len(prepare(task, tmp_path / "cache").train) == SIZES["train"]
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "offsets.npy", "labels.npy"])
+def test_a_truncated_cache_is_reported_by_file(tmp_path: Path, name: str) -> None:
+    path = toy_data(tmp_path).folder / "val" / name
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ValueError, match=f"val/{name}: unreadable or truncated.*delete the folder"):
+        toy_data(tmp_path)
+
+
+def test_a_changed_byte_fails_verification(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    path = data.folder / "test" / "labels.npy"
+    content = bytearray(path.read_bytes())
+    content[-8] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="test/labels.npy: checksum differs"):
+        verify(toy_data(tmp_path))
+
+
+def test_damaged_meta_is_reported(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    (data.folder / "meta.json").write_text("{")
+    with pytest.raises(ValueError, match=r"meta.json: damaged"):
+        toy_data(tmp_path)
+    (data.folder / "meta.json").write_text(json.dumps({"splits": {}}))
+    with pytest.raises(ValueError, match=r"meta.json: damaged"):
+        toy_data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "row, message", [((bytes([10]), 0), "a value is outside 0 to 9"), ((b"1", 2), "label 2, expected 0 to 1")]
+)
+def test_examples_outside_the_vocabulary_or_the_classes_are_refused(
+    tmp_path: Path, row: tuple[bytes, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        toy_data(tmp_path, rows={s: [row] for s in SIZES})
+    assert not list((tmp_path / "cache").glob("*toy*/"))
+
+
+def test_an_empty_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the val split of toy generator is empty"):
+        toy_data(tmp_path, sizes={"train": 3, "val": 0, "test": 1})
+
+
+def _prepare(folder: str) -> str:
+    return str(toy_data(Path(folder)).folder)
+
+
+def test_concurrent_builders_make_one_cache(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        folders = set(pool.map(_prepare, [str(tmp_path)] * 6))
+    assert len(folders) == 1
+    assert [p.name for p in (tmp_path / "cache").glob("toy-*/")] == [Path(folders.pop()).name]
+
+
+def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
+    memo = tmp_path / "memo"
+    for place in ("a", "b/c"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "x.tsv").write_bytes(b"12")
+    first = fingerprint_files([tmp_path / "a/x.tsv"], memo)
+    assert first == fingerprint_files([tmp_path / "b/c/x.tsv"], memo)
+    assert first == fingerprint_files([tmp_path / "a/x.tsv"], memo)  # remembered
+    (tmp_path / "a/x.tsv").write_bytes(b"13")
+    assert first != fingerprint_files([tmp_path / "a/x.tsv"], memo)
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 500, 330)
+
+
+@pytest.mark.parametrize("bucketing", [True, False])
+def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch(bucketing: bool) -> None:
+    def order(seed: int, epoch: int) -> list[int]:
+        batches = epoch_order(LENGTHS, 10, seed=seed, epoch=epoch, bucketing=bucketing)
+        return np.concatenate(batches).tolist()
+
+    assert sorted(order(0, 0)) == list(range(330))
+    assert order(0, 0) == order(0, 0)
+    assert order(0, 0) != order(0, 1) and order(0, 0) != order(1, 0)
+
+
+def test_bucketing_pads_less_without_sorting_the_epoch_by_length() -> None:
+    lengths = np.random.default_rng(1).integers(1, 2000, 6400)
+
+    def padded(bucketing: bool) -> int:
+        batches = epoch_order(lengths, 32, seed=0, epoch=0, bucketing=bucketing)
+        return sum(int(lengths[b].max()) * len(b) for b in batches)
+
+    assert padded(True) < 1.1 * lengths.sum() < 0.7 * padded(False)
+    longest = [lengths[b].max() for b in epoch_order(lengths, 32, seed=0, epoch=0, bucketing=True)]
+    assert abs(np.corrcoef(longest[:64], np.arange(64))[0, 1]) < 0.5
+
+
+def test_steps_continue_where_they_left_off() -> None:
+    def steps(first: int, last: int) -> list[list[int]]:
+        batches = train_batches(LENGTHS, 32, seed=3, bucketing=True, first_step=first, last_step=last)
+        return [b.tolist() for b in batches]
+
+    whole = steps(1, 25)  # ten batches an epoch: the cut falls inside an epoch and at its end
+    assert whole == steps(1, 7) + steps(8, 25) == steps(1, 10) + steps(11, 25)
+
+
+def test_fewer_examples_than_a_batch_make_one_batch() -> None:
+    assert [len(b) for b in epoch_order(LENGTHS[:5], 32, seed=0, epoch=0, bucketing=True)] == [5]
+
+
+def test_evaluation_covers_every_example_once() -> None:
+    batches = eval_batches(LENGTHS, 32)
+    assert sorted(np.concatenate(batches).tolist()) == list(range(330))
+    assert [len(b) for b in batches] == [32] * 10 + [10]
+
+
+def test_micro_batches_cover_the_batch(tmp_path: Path) -> None:
+    batch = toy_data(tmp_path).train.batch(np.arange(10))
+    parts = list(batch.split(4))
+    assert [len(p) for p in parts] == [4, 4, 2]
+    assert np.concatenate([p.labels_B for p in parts]).tolist() == batch.labels_B.tolist()
+    assert [len(p) for p in batch.split(None)] == [10] and isinstance(parts[0], Batch)
+
+
+def test_a_limited_split_keeps_both_classes(tmp_path: Path) -> None:
+    rows = {s: [(b"", 0)] * 10 + [(b"\1", 1)] * 10 for s in SIZES}
+    data = toy_data(tmp_path, rows=rows, limit_train=4)
+    assert sorted(data.train.labels.tolist()) == [0, 0, 1, 1]
+    assert data.train.batch(np.array([3])).tokens_BSL[0, 0, 0] == 2
+    assert len(data.val) == 20
+
+
+def test_stratified_sizes_are_exact() -> None:
+    labels = np.array([0] * 70 + [1] * 25 + [2] * 5)
+    for size in (1, 10, 33, 99, 100, 200):
+        assert len(set(stratified(labels, size))) == min(size, 100)
+    assert np.bincount(labels[stratified(labels, 20)]).tolist() == [14, 5, 1]
+
+
+def test_opening_a_cache_maps_the_tokens(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    assert isinstance(data.train.tokens, np.memmap)
+    assert data.train.tokens.dtype == np.uint8
+    assert isinstance(TokenArrays(data.folder / "val", 1), TokenArrays)
+
+
+@pytest.mark.skipif(
+    subprocess.run(["true"], check=False).returncode != 0 or not Path("/dev/full").exists(), reason="needs Linux"
+)
+def test_a_full_disk_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lra.data
+
+    original = lra.data.SplitWriter.add
+
+    def fails(self: lra.data.SplitWriter, *args: object) -> None:
+        original(self, *args)  # type: ignore[arg-type]
+        if len(self.labels) == 5:
+            with open("/dev/full", "wb", buffering=0) as full:
+                full.write(b"x")
+
+    monkeypatch.setattr(lra.data.SplitWriter, "add", fails)
+    with pytest.raises(OSError, match="No space left"):
+        toy_data(tmp_path)
+    assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
+    monkeypatch.undo()
+    assert len(toy_data(tmp_path).train) == SIZES["train"]

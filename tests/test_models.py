@@ -1,0 +1,610 @@
+"""What every model keeps, tested for each `configs/model/*.yaml`, and the parts all models share.
+
+A new model enters by its yaml; it needs an entry in `REFERENCES` and one in `NUM_PARAMS`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.classifier import AttentionPooling, Classifier, pool_tokens
+from models.encoder import Encoder, make_encoder
+from models.layers import attend, sinusoidal_table
+from models.shape import Shape
+from models.softmax import SoftmaxAttention
+from tests.references.fastformer import fastformer_attention
+from tests.references.luna import luna_encoder
+from tests.references.nystromformer import nystrom_attention
+from tests.references.softmax import softmax_attention
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "model"
+CONFIG_OF = {
+    path.stem: config
+    for path in sorted(CONFIGS.glob("*.yaml"))
+    if "_target_" in (config := yaml.safe_load(path.read_text()))
+}
+MODELS = sorted(CONFIG_OF)
+
+Reference = Callable[[Encoder, Tensor, Tensor], Tensor]
+
+
+def naive_mixers(naive: Callable[[Any, Tensor, Tensor], Tensor]) -> Reference:
+    """The encoder itself, but with every mixer computed by `naive(mixer, x_BLD, mask_BL)`."""
+
+    def run(encoder: Encoder, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        mixers: list[Any] = [block.mixer for block in encoder.blocks]
+        try:
+            for mixer in mixers:
+                mixer.forward = lambda x, mask, mixer=mixer: naive(mixer, x, mask)
+            return encoder(tokens_BL, mask_BL)
+        finally:
+            for mixer in mixers:
+                del mixer.forward
+
+    return run
+
+
+# A naive version of each model's encoder; only real rows are compared.
+REFERENCES: dict[str, Reference] = {
+    "softmax": naive_mixers(softmax_attention),
+    "luna": luna_encoder,
+    "nystromformer": naive_mixers(nystrom_attention),
+    "fastformer": naive_mixers(fastformer_attention),
+}
+# Parameters of the classifier in Nystromformer's ListOps sizes (`LISTOPS`).
+NUM_PARAMS = {
+    "softmax": 209_802,
+    "luna": 236_042,
+    "nystromformer": 209_942,
+    "fastformer": 210_314,
+}
+QUADRATIC = {"softmax"}
+# Smaller than in the config, so that short rows, which are quick to test, take the whole path.
+KNOBS: dict[str, dict[str, Any]] = {"nystromformer": {"num_landmarks": 8, "conv_kernel_size": 5}}
+
+SMALL = Shape(
+    vocab_size=12,
+    max_length=48,
+    d_model=16,
+    d_ff=24,
+    num_layers=2,
+    num_heads=2,
+    dropout=0.0,
+    attention_dropout=0.0,
+    head_hidden=(12,),
+)
+LISTOPS = Shape(vocab_size=32, max_length=2048)
+
+
+def build(
+    name: str, shape: Shape = SMALL, *, num_sequences: int = 1, shake: float = 0.2, **knobs: Any
+) -> Classifier:
+    """A classifier in float64 whose parameters are all moved from their initial values."""
+    config = CONFIG_OF[name] | KNOBS.get(name, {}) | knobs
+    target = pkgutil.resolve_name(config.pop("_target_"))
+    torch.manual_seed(0)
+    model = Classifier(make_encoder(target, shape, **config), shape, 3, num_sequences).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += shake * torch.randn_like(parameter)
+    return model
+
+
+def batch(*lengths: int, length: int | None = None, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Token ids [B, 1, L], the same for a row whatever the other rows and L, and lengths [B, 1]."""
+    length = max(lengths) if length is None else length
+    tokens_BSL = torch.zeros(len(lengths), 1, length, dtype=torch.int64)
+    for b, n in enumerate(lengths):
+        generator = torch.Generator().manual_seed(1000 * seed + b)
+        row_L = torch.randint(1, SMALL.vocab_size, (SMALL.max_length,), generator=generator)
+        tokens_BSL[b, 0, :n] = row_L[:n]
+    return tokens_BSL, torch.tensor(lengths)[:, None]
+
+
+def largest_difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1.0))
+
+
+@contextmanager
+def count_saved_bytes() -> Iterator[list[int]]:
+    """Bytes of distinct storages that autograd keeps for the backward pass."""
+    seen: dict[int, int] = {}
+    keep: list[Tensor] = []
+    total = [0]
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen[storage.data_ptr()] = storage.nbytes()
+            total[0] += storage.nbytes()
+            keep.append(x)  # so that no later tensor gets the same address
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield total
+
+
+def test_every_config_is_tested() -> None:
+    assert {"softmax", "luna", "nystromformer", "fastformer"} <= set(MODELS)
+    missing = [name for name in MODELS if name not in REFERENCES or name not in NUM_PARAMS]
+    assert not missing, f"{missing}: add them to REFERENCES and NUM_PARAMS in {__file__}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_config_lists_every_option_of_its_class(name: str) -> None:
+    parameters = inspect.signature(pkgutil.resolve_name(CONFIG_OF[name]["_target_"])).parameters
+    options = {key for key, value in parameters.items() if value.kind is value.KEYWORD_ONLY}
+    assert set(CONFIG_OF[name]) - {"_target_"} == options
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "attention"])
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_and_a_gradient_for_every_parameter(name: str, pooling: Any) -> None:
+    model = build(name, replace(SMALL, pooling=pooling))
+    tokens_BSL, lengths_BS = batch(40, 7)
+    x_BLD = model.encoder(tokens_BSL[:, 0], tokens_BSL[:, 0] > 0)
+    assert x_BLD.shape == (2, 40 + (pooling == "cls"), SMALL.d_model)
+    logits_BC = model(tokens_BSL, lengths_BS)
+    assert logits_BC.shape == (2, 3)
+    logits_BC.square().sum().backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), key
+        assert parameter.grad.any(), key
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "max", "attention"])
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_neighbours_nor_padding_change_a_row(name: str, pooling: Any) -> None:
+    model = build(name, replace(SMALL, pooling=pooling)).eval()
+    lengths = (5, 16, 1, 40)
+    together_BC = model(*batch(*lengths))
+    padded_BC = model(*batch(*lengths, length=48))
+    assert largest_difference(padded_BC, together_BC) < 1e-9
+    tokens_BSL, lengths_BS = batch(*lengths)
+    for b, n in enumerate(lengths):
+        alone_BC = model(tokens_BSL[b : b + 1, :, :n], lengths_BS[b : b + 1])
+        assert largest_difference(alone_BC, together_BC[b : b + 1]) < 1e-9
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("name", MODELS)
+def test_values_at_padding_never_reach_the_logits(name: str, pooling: Any) -> None:
+    model = build(name, replace(SMALL, pooling=pooling)).eval()
+    tokens_BSL, lengths_BS = batch(5, 40, 1)
+    before_BC = model(tokens_BSL, lengths_BS)
+    with torch.no_grad():
+        model.encoder.embedding.tokens.weight[0] = 1e3
+    assert largest_difference(model(tokens_BSL, lengths_BS), before_BC) < 1e-9
+    # Ids at padding do not say what is padding: any id may stand there.
+    tokens_BSL = torch.where(tokens_BSL == 0, 3, tokens_BSL)
+    assert largest_difference(model(tokens_BSL, lengths_BS), before_BC) < 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_train_and_eval_agree_without_dropout_and_differ_with_it(name: str) -> None:
+    tokens_BSL, lengths_BS = batch(30, 40)
+    model = build(name)
+    assert torch.equal(model.train()(tokens_BSL, lengths_BS), model.eval()(tokens_BSL, lengths_BS))
+    model = build(name, replace(SMALL, dropout=0.1))
+    assert not torch.equal(
+        model.train()(tokens_BSL, lengths_BS), model.eval()(tokens_BSL, lengths_BS)
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_takes_any_length_up_to_max_length(name: str) -> None:
+    model = build(name).eval()
+    for length in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48):
+        logits_BC = model(*batch(length, max(1, length - 1)))
+        assert logits_BC.shape == (2, 3) and logits_BC.isfinite().all()
+    with pytest.raises(ValueError, match="49 .*48"):
+        model(torch.ones(1, 1, 49, dtype=torch.int64), torch.tensor([[49]]))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "max", "attention"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("name", MODELS)
+def test_row_of_padding_is_finite_and_disturbs_nobody(name: str, train: bool, pooling: Any) -> None:
+    shape = replace(SMALL, pooling=pooling, dropout=0.1, attention_dropout=0.1)
+    model = build(name, shape).train(train)
+    tokens_BSL, lengths_BS = batch(40, 20, 9)
+    lengths_BS[1] = 0
+    logits_BC = model(tokens_BSL, lengths_BS)
+    logits_BC.sum().backward()
+    assert logits_BC.isfinite().all()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    if not train:
+        keep = [0, 2]
+        rest_BC = model(tokens_BSL[keep], lengths_BS[keep])
+        assert largest_difference(logits_BC[keep], rest_BC) < 1e-9
+        other_BSL = tokens_BSL.clone()
+        other_BSL[1] = 7
+        assert largest_difference(model(other_BSL, lengths_BS), logits_BC) < 1e-9
+
+
+@pytest.mark.parametrize("scale", [1.0, 50.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_low_precision_is_finite(name: str, dtype: torch.dtype, scale: float) -> None:
+    model = build(name).to(dtype).eval()
+    with torch.no_grad():
+        model.encoder.embedding.tokens.weight *= scale
+    tokens_BSL, lengths_BS = batch(40, 20, 1)
+    lengths_BS[2] = 0
+    logits_BC = model(tokens_BSL, lengths_BS)
+    assert logits_BC.dtype == dtype and logits_BC.isfinite().all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_autocast_is_finite_and_near_full_precision(name: str) -> None:
+    model = build(name, shake=0.05).float()
+    tokens_BSL, lengths_BS = batch(40, 20)
+    full_BC = model(tokens_BSL, lengths_BS)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_BC = model(tokens_BSL, lengths_BS).float()
+    logits_BC.sum().backward()
+    assert largest_difference(logits_BC, full_BC) < 0.05
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("pair_features", ["four", "concat"])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_sequences_meet_only_in_the_head(name: str, pair_features: Any) -> None:
+    shape = replace(SMALL, pair_features=pair_features)
+    model = build(name, shape, num_sequences=2).eval()
+    (a_BSL, a_lengths), (b_BSL, b_lengths) = batch(40, 9), batch(3, 40, seed=2)
+    tokens_BSL, lengths_BS = torch.cat([a_BSL, b_BSL], 1), torch.cat([a_lengths, b_lengths], 1)
+
+    seen: dict[str, Tensor] = {}
+
+    def see_tokens(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        seen["x_BsLD"] = output
+
+    def see_features(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        seen["features_BF"] = inputs[0]
+
+    handles = [
+        model.encoder.embedding.tokens.register_forward_hook(see_tokens),
+        model.head.register_forward_pre_hook(see_features),
+    ]
+    logits_BC = model(tokens_BSL, lengths_BS)
+    for handle in handles:
+        handle.remove()
+    width = SMALL.d_model
+    for s in range(2):  # the vector of sequence s does not depend on the other sequence's tokens
+        pooled_BD = seen["features_BF"][:, s * width : (s + 1) * width]
+        (gradient,) = torch.autograd.grad(
+            pooled_BD.square().sum(), seen["x_BsLD"], retain_graph=True
+        )
+        by_sequence = gradient.unflatten(0, (2, 2))
+        assert by_sequence[:, s].any()
+        assert not by_sequence[:, 1 - s].any()
+
+    swapped_BC = model(tokens_BSL.flip(0), lengths_BS.flip(0))
+    assert largest_difference(swapped_BC.flip(0), logits_BC) < 1e-9
+    turned_BC = model(tokens_BSL.flip(1), lengths_BS.flip(1))
+    assert largest_difference(turned_BC, logits_BC) > 1e-3
+    with pytest.raises(ValueError, match="1 sequences .*num_sequences=2"):
+        model(a_BSL, a_lengths)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_and_backward_change_no_parameter_and_no_table(name: str) -> None:
+    for shape in (SMALL, replace(SMALL, positions="sinusoidal", embedding_scale=True)):
+        model = build(name, shape)
+        state = list(model.named_parameters()) + list(model.named_buffers())
+        before = {key: tensor.detach().clone() for key, tensor in state}
+        model(*batch(40, 3)).sum().backward()
+        assert all(torch.equal(tensor, before[key]) for key, tensor in state)
+
+
+@pytest.mark.parametrize("shape", [SMALL, replace(SMALL, norm="post", pooling="cls")])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_its_naive_version_with_gradients(name: str, shape: Shape) -> None:
+    encoder = build(name, shape).encoder
+    tokens_BSL, lengths_BS = batch(40, 17, 1)
+    tokens_BL = tokens_BSL[:, 0]
+    mask_BL = torch.arange(40) < lengths_BS
+    real_BL = encoder.output_mask(mask_BL)
+    results = []
+    for run in (lambda *args: encoder(*args), lambda *args: REFERENCES[name](encoder, *args)):
+        x_ND = run(tokens_BL, mask_BL)[real_BL]
+        weight_ND = torch.randn(x_ND.shape, generator=torch.Generator().manual_seed(2)).double()
+        loss = (x_ND * weight_ND).sum()
+        gradients = torch.autograd.grad(loss, list(encoder.parameters()))
+        results.append([x_ND, *gradients])
+    names = ["output", *(key for key, _ in encoder.named_parameters())]
+    for key, ours, naive in zip(names, *results, strict=True):
+        assert largest_difference(ours, naive) < 1e-8, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_memory_and_work_grow_linearly_with_length(name: str) -> None:
+    shape = replace(SMALL, max_length=512)
+    model = build(name, shape).float()
+    memory, work = [], []
+    for length in (256, 512):
+        tokens_BSL = torch.ones(1, 1, length, dtype=torch.int64)
+        lengths_BS = torch.tensor([[length]])
+        # Unfused attention keeps and counts every product, so nothing is hidden in a kernel.
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as flops:
+            with count_saved_bytes() as saved:
+                loss = model(tokens_BSL, lengths_BS).sum()
+            loss.backward()
+        memory.append(saved[0])
+        work.append(flops.get_total_flops())
+    growth = memory[1] / memory[0], work[1] / work[0]
+    if name in QUADRATIC:
+        assert min(growth) > 3.0
+    else:
+        assert max(growth) < 2.1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_causal_means_causal_or_is_refused(name: str) -> None:
+    try:
+        model = build(name, causal=True).eval()
+    except ValueError as error:
+        assert "causal" in str(error)
+        return
+    tokens_BSL, lengths_BS = batch(40)
+    mask_BL = torch.ones(1, 40, dtype=torch.bool)
+    before_BLD = model.encoder(tokens_BSL[:, 0], mask_BL)
+    tokens_BSL[0, 0, 25] = 1 + tokens_BSL[0, 0, 25] % 10
+    after_BLD = model.encoder(tokens_BSL[:, 0], mask_BL)
+    assert torch.equal(after_BLD[:, :25], before_BLD[:, :25])
+    assert ((after_BLD - before_BLD)[0, 25:].abs().amax(dim=1) > 1e-9).all()
+    for pooling in ("cls", "first"):
+        with pytest.raises(ValueError, match=f"causal=true with shape.pooling={pooling}"):
+            build(name, replace(SMALL, pooling=pooling), causal=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_unknown_option_is_refused_and_the_allowed_ones_listed(name: str) -> None:
+    with pytest.raises(ValueError, match="model.projection_lenght: .* causal"):
+        build(name, projection_lenght=16)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_number_of_parameters(name: str) -> None:
+    config = dict(CONFIG_OF[name])
+    target = pkgutil.resolve_name(config.pop("_target_"))
+    model = Classifier(make_encoder(target, LISTOPS, **config), LISTOPS, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == NUM_PARAMS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_builds_for_the_longest_task(name: str) -> None:
+    model = build(name, replace(SMALL, max_length=16_384, pooling="cls"))
+    assert model.encoder.embedding.positions.shape == (16_385, SMALL.d_model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm": "post", "embedding_norm": True},
+        {"positions": "sinusoidal", "embedding_scale": True},
+        {"positions": "none"},
+        {"head_dim": 5},
+        {"attention_bias": False, "init": "lra"},
+        {"tie_layers": True, "init": "bert"},
+        {"activation": "relu", "head_hidden": (), "head_bias": False},
+    ],
+    ids=lambda change: "_".join(change),
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_switch_works_and_changes_something(name: str, change: dict[str, Any]) -> None:
+    rows = batch(40, 20)
+    plain, changed = build(name), build(name, replace(SMALL, **change))
+    logits_BC = changed(*rows)
+    assert logits_BC.shape == (2, 3)
+    assert largest_difference(logits_BC, plain(*rows)) > 1e-3
+    alone_BC = changed(rows[0][1:, :, :20], rows[1][1:])
+    assert largest_difference(alone_BC, logits_BC[1:]) < 1e-9
+    logits_BC.sum().backward()
+    assert all(parameter.grad is not None for parameter in changed.parameters())
+
+
+# Published sizes of the Transformer. Each is the count of a release by its own authors' code.
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "max_length", "num_classes", "num_sequences", "expected"),
+    [
+        (32, 2048, 10, 1, 209_802),
+        (512, 4096, 2, 1, 370_562),
+        (512, 4096, 2, 2, 395_138),
+        (512, 1024, 10, 1, 174_986),
+        (512, 1024, 2, 1, 173_954),
+    ],
+    ids=["listops", "text", "retrieval", "image", "pathfinder"],
+)
+def test_softmax_has_the_sizes_of_nystromformers_setting(
+    vocab_size: int, max_length: int, num_classes: int, num_sequences: int, expected: int
+) -> None:
+    shape = Shape(vocab_size=vocab_size, max_length=max_length)
+    assert count_softmax(shape, num_classes, num_sequences) == expected
+
+
+LRA = {"attention_bias": False, "positions": "sinusoidal", "init": "lra", "pair_features": "concat"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_classes", "num_sequences", "expected"),
+    [
+        ((17, 2000, 512, 1024, 4, 8, None, "cls", (1024,), "sinusoidal"), 10, 1, 8_948_746),
+        ((257, 1000, 256, 1024, 4, 4, None, "cls", (1024,), "sinusoidal"), 2, 1, 3_486_722),
+        ((257, 4000, 128, 512, 4, 4, None, "first", (512, 256), "sinusoidal"), 2, 2, 1_087_618),
+        ((256, 1024, 128, 128, 1, 8, 8, "cls", (128,), "learned"), 10, 1, 248_458),
+        ((256, 1024, 32, 32, 4, 4, 4, "mean", (32,), "sinusoidal"), 2, 1, 26_530),
+        ((256, 16384, 32, 32, 1, 2, 8, "mean", (32,), "learned"), 2, 1, 537_954),
+    ],
+    ids=["listops", "text", "retrieval", "image", "pathfinder", "pathx"],
+)
+def test_softmax_has_the_sizes_of_the_released_lra_configs(
+    sizes: Any, num_classes: int, num_sequences: int, expected: int
+) -> None:
+    names = (
+        "vocab_size", "max_length", "d_model", "d_ff", "num_layers", "num_heads", "head_dim",
+        "pooling", "head_hidden", "positions",
+    )  # fmt: skip
+    shape = Shape(**LRA | dict(zip(names, sizes, strict=True)))
+    assert count_softmax(shape, num_classes, num_sequences) == expected
+
+
+def count_softmax(shape: Shape, num_classes: int, num_sequences: int) -> int:
+    model = Classifier(make_encoder(SoftmaxAttention, shape), shape, num_classes, num_sequences)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# Shared parts.
+
+
+def test_pooling_gives_hand_computed_values() -> None:
+    x_BLD = torch.tensor([[[1.0, -4.0], [3.0, -2.0], [50.0, 50.0]], [[9.0, 9.0]] * 3])
+    mask_BL = torch.tensor([[True, True, False], [False, False, False]])
+    expected = {
+        "mean": [2.0, -3.0],
+        "padded_mean": [4 / 3, -2.0],
+        "max": [3.0, -2.0],
+        "cls": [1.0, -4.0],
+        "first": [1.0, -4.0],
+    }
+    for pooling, row in expected.items():
+        pooled_BD = pool_tokens(x_BLD, mask_BL, pooling)
+        torch.testing.assert_close(pooled_BD, torch.tensor([row, [0.0, 0.0]]))
+
+
+def test_attention_pooling_equals_its_formula_and_survives_huge_scores() -> None:
+    torch.manual_seed(0)
+    pool = AttentionPooling(4).double()
+    x_BLD = torch.randn(2, 5, 4, dtype=torch.float64)
+    mask_BL = torch.arange(5) < torch.tensor([[5], [2]])
+    weight_BL = pool.score(pool.hidden(x_BLD).tanh()).squeeze(-1).exp() * mask_BL
+    expected_BD = torch.einsum("bl,bld->bd", weight_BL, x_BLD)
+    expected_BD = expected_BD / (weight_BL.sum(dim=1, keepdim=True) + 1e-8)
+    torch.testing.assert_close(pool(x_BLD, mask_BL), expected_BD, rtol=1e-12, atol=1e-12)
+
+    for offset in (-1e4, 1e4):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            pool = AttentionPooling(4).to(dtype)
+            with torch.no_grad():
+                pool.score.bias += offset
+            pooled_BD = pool(x_BLD.to(dtype), mask_BL)
+            pooled_BD.sum().backward()
+            assert pooled_BD.isfinite().all()
+            assert all(parameter.grad.isfinite().all() for parameter in pool.parameters())
+    assert not pool(x_BLD.to(dtype), torch.zeros_like(mask_BL)).any()
+
+
+def test_attention_reads_exactly_the_keys_of_a_mask_with_holes() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64).unbind()
+    mask_BN = torch.tensor([[True, False, True, True, False, True], [False] * 6])
+    y_BHLK = attend(q, k, v, mask_BN)
+    kept = [0, 2, 3, 5]
+    weight = (q[0] @ k[0, :, kept].mT / 2).softmax(dim=-1)
+    torch.testing.assert_close(y_BHLK[0], weight @ v[0, :, kept], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(y_BHLK[1], (q[1] @ k[1].mT / 2).softmax(dim=-1) @ v[1])
+
+
+def test_softmax_drops_attention_weights_in_training_only() -> None:
+    model = build("softmax", replace(SMALL, attention_dropout=0.5))
+    rows = batch(30)
+    assert not torch.equal(model.train()(*rows), model(*rows))
+    assert torch.equal(model.eval()(*rows), model(*rows))
+
+
+def test_sinusoidal_tables() -> None:
+    table = sinusoidal_table(3, 4)
+    expected = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
+    torch.testing.assert_close(table[:1], expected)
+    angles = torch.tensor([2.0, 2.0, 0.02, 0.02])
+    sines = torch.tensor([True, False, True, False])
+    torch.testing.assert_close(table[2], torch.where(sines, angles.sin(), angles.cos()))
+    table = sinusoidal_table(2, 5, first_row=2, sines_first=True)
+    angles = torch.tensor([3.0, 3e-4])
+    torch.testing.assert_close(table[1], torch.cat([angles.sin(), angles.cos(), torch.zeros(1)]))
+    assert sinusoidal_table(4, 1).shape == (4, 1)
+    assert sinusoidal_table(4, 2, sines_first=True).isfinite().all()
+
+
+def test_initial_values_follow_their_sources() -> None:
+    shape = Shape(vocab_size=300, max_length=300, d_model=64, d_ff=256, pooling="cls")
+
+    def make(init: Any) -> Classifier:
+        torch.manual_seed(0)
+        chosen = replace(shape, init=init)
+        return Classifier(make_encoder(SoftmaxAttention, chosen), chosen, 10)
+
+    def largest(x: Tensor) -> float:
+        return float(x.detach().abs().max())
+
+    def std(x: Tensor) -> float:
+        return float(x.detach().std())
+
+    for init in ("torch", "bert", "lra"):
+        model = make(init)
+        embedding, block = model.encoder.embedding, model.encoder.blocks[0]
+        assert std(embedding.tokens.weight) == pytest.approx(1 if init == "lra" else 0.02, rel=0.05)
+        assert std(embedding.positions) == pytest.approx(0.02, rel=0.05)
+        if init == "lra":
+            assert not embedding.class_token.any()
+            # Xavier of each of the three maps [64, 64], not of the stacked one.
+            assert largest(block.mixer.qkv.weight) == pytest.approx((6 / 128) ** 0.5, rel=0.01)
+            assert std(block.ffn.up.bias) == pytest.approx(1e-6, rel=0.2)
+            assert largest(model.head[0].weight) == pytest.approx((6 / 192) ** 0.5, rel=0.01)
+        else:
+            assert std(embedding.class_token) == pytest.approx(0.02, rel=0.3)
+        if init == "bert":
+            assert std(block.ffn.up.weight) == pytest.approx(0.02, rel=0.05)
+            assert std(model.head[0].weight) == pytest.approx(0.02, rel=0.05)
+            assert not block.ffn.up.bias.any() and not model.head[2].bias.any()
+        if init == "torch":
+            assert largest(block.ffn.up.weight) == pytest.approx(1 / 8, rel=0.01)
+
+
+def test_tied_layers_are_one_block_used_twice() -> None:
+    shape = replace(SMALL, tie_layers=True)
+    model = build("softmax", shape).eval()
+    assert len(model.encoder.blocks) == 1
+    twice = build("softmax", SMALL).eval()
+    state = model.state_dict()
+    state |= {
+        key.replace("blocks.0", "blocks.1"): value
+        for key, value in state.items()
+        if "blocks.0" in key
+    }
+    twice.load_state_dict(state)
+    rows = batch(20, 9)
+    assert torch.equal(model(*rows), twice(*rows))
+
+
+def test_inner_dropout_may_differ_from_the_others() -> None:
+    for inner, changes in ((None, True), (0.0, False)):
+        shape = replace(SMALL, dropout=0.5, activation_dropout=inner)
+        ffn = build("softmax", shape).encoder.blocks[0].ffn.train()
+        ffn.dropout.p = 0.0
+        x_BLD = torch.randn(2, 9, SMALL.d_model, dtype=torch.float64)
+        assert torch.equal(ffn(x_BLD), ffn(x_BLD)) != changes
+
+
+def test_classifier_refuses_four_features_of_three_sequences() -> None:
+    with pytest.raises(ValueError, match="num_sequences=3 .*four"):
+        build("softmax", num_sequences=3)
+    model = build("softmax", replace(SMALL, pair_features="concat"), num_sequences=3)
+    tokens_BSL = torch.cat([batch(9, 4)[0]] * 3, dim=1)
+    assert model(tokens_BSL, torch.tensor([[9, 8, 7], [4, 3, 2]])).shape == (2, 3)

@@ -1,0 +1,359 @@
+"""Training on a toy task: exact, deterministic, resumable, honest about failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lra import checkpoint
+from lra.config import HardwareConfig
+from lra.evaluate import evaluate
+from lra.hardware import Hardware
+from lra.trainer import Diverged, Interrupted, is_out_of_memory
+from tests.toy import SIZES, ToyModel, run, toy_data
+
+CPU = HardwareConfig(device="cpu", num_threads=1)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"]) for r in rows if r["split"] == "train"]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return checkpoint.read(checkpoint.checkpoints(folder / "checkpoints")[0])["model"]
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_model_overfits_eight_examples(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = [(rng.integers(0, 10, 5).astype(np.uint8).tobytes(), i % 2) for i in range(8)]
+    data = toy_data(tmp_path, rows={s: rows for s in SIZES})
+    result = run(tmp_path / "run", data, num_steps=300, eval_every=300, model=lambda: ToyModel(dropout=0.0), lr=0.05)
+    assert result.test.accuracy == 1.0 and result.test.num_examples == 8
+
+
+def test_same_seed_same_losses_to_the_last_bit(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    for name in ("a", "b"):
+        run(tmp_path / name, data)
+    run(tmp_path / "other", data, seed=1)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert losses(tmp_path / "a") != losses(tmp_path / "other")
+    assert [step for step, _ in losses(tmp_path / "a")] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, workers: int) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "none", data)
+    run(tmp_path / "some", data, hardware=HardwareConfig(device="cpu", num_threads=1, num_workers=workers))
+    assert losses(tmp_path / "none") == losses(tmp_path / "some")
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8])
+def test_micro_batches_give_the_same_training(tmp_path: Path, micro: int) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "whole", data, model=lambda: ToyModel(dropout=0.0).double())
+    run(
+        tmp_path / "parts",
+        data,
+        model=lambda: ToyModel(dropout=0.0).double(),
+        hardware=HardwareConfig(device="cpu", num_threads=1, micro_batch_size=micro),
+    )
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert [x for _, x in parts] == pytest.approx([x for _, x in whole], rel=1e-6)
+
+
+def test_how_often_is_evaluated_changes_no_training_loss(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "often", data, eval_every=1)
+    run(tmp_path / "once", data, eval_every=20)
+    assert losses(tmp_path / "often") == losses(tmp_path / "once")
+
+
+class StopsAt(ToyModel):
+    """Sends a signal to its own process in training step `at`."""
+
+    def __init__(self, at: int, number: int) -> None:
+        super().__init__()
+        self.at, self.number, self.steps = at, number, 0
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        self.steps += self.training
+        if self.training and self.steps == self.at:
+            os.kill(os.getpid(), self.number)
+        return super().forward(tokens_BSL, lengths_BS)
+
+
+# 40 examples in batches of 8: an epoch ends at steps 5, 10, 15; evaluations at 4, 8, 12, 16, 20.
+@pytest.mark.parametrize("at", [1, 4, 5, 7, 12, 19])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_next_start_ends_as_if_never_stopped(tmp_path: Path, at: int, number: int) -> None:
+    data = toy_data(tmp_path)
+    whole = run(tmp_path / "whole", data)
+    with pytest.raises(Interrupted, match=f"at step {at}"):
+        run(tmp_path / "cut", data, model=lambda: StopsAt(at, number))
+    resumed = run(tmp_path / "cut", data)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    assert resumed.state.curve == whole.state.curve
+    assert (resumed.step, resumed.test.accuracy) == (whole.step, whole.test.accuracy)
+
+
+class Killed(Exception):
+    pass
+
+
+class DiesAt(StopsAt):
+    """Raises in training step `at`, so that nothing is saved, as a SIGKILL would leave it."""
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        if self.training and self.steps + 1 == self.at:
+            raise Killed
+        return super().forward(tokens_BSL, lengths_BS)
+
+
+@pytest.mark.parametrize("at", [2, 4, 11, 20])
+def test_a_killed_run_repeats_only_what_was_not_saved(tmp_path: Path, at: int) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "whole", data)
+    with pytest.raises(Killed):
+        run(tmp_path / "cut", data, model=lambda: DiesAt(at, 0))
+    made: list[StopsAt] = []
+    run(tmp_path / "cut", data, model=lambda: made.append(StopsAt(-1, 0)) or made[0])
+    assert made[0].steps == 20 - (at - 1) // 3 * 3  # checkpoint_every=3
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+def test_a_cut_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "whole", data)
+    with pytest.raises(Killed):
+        run(tmp_path / "cut", data, model=lambda: DiesAt(14, 0))
+    newest, previous = checkpoint.checkpoints(tmp_path / "cut" / "checkpoints")
+    newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
+    (newest.parent / ".step-00000015.pt.abc.tmp").write_bytes(b"left over")
+    run(tmp_path / "cut", data)
+    out = capsys.readouterr().out
+    assert f"{newest}: not a readable checkpoint" in out and "resuming at step 9" in out
+    assert not list(newest.parent.glob(".*.tmp"))
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+def test_two_states_and_the_needed_best_weights_are_kept(tmp_path: Path) -> None:
+    run(tmp_path / "run", toy_data(tmp_path))
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert [n for n in names if n.startswith("step")] == ["step-00000018.pt", "step-00000020.pt"]
+    assert 1 <= len([n for n in names if n.startswith("best")]) <= 2
+
+
+def test_another_setting_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "run", data)
+    with pytest.raises(ValueError, match=r"holds a run with another seed \(0, now 1\)"):
+        run(tmp_path / "run", data, seed=1)
+    other = toy_data(tmp_path, max_length=5)
+    with pytest.raises(ValueError, match="holds a run with another data"):
+        run(tmp_path / "run", other)
+
+
+def test_a_finished_run_takes_no_further_step(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    first = run(tmp_path / "run", data)
+    made: list[StopsAt] = []
+    again = run(tmp_path / "run", data, model=lambda: made.append(StopsAt(-1, 0)) or made[0])
+    assert made[0].steps == 0
+    assert again.test.accuracy == first.test.accuracy and again.state == first.state
+
+
+class Scripted(nn.Module):
+    """Its evaluations are right as often as the script says, whatever was learnt."""
+
+    def __init__(self, val: dict[int, float], test: dict[int, float]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.val, self.test = val, test
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        if self.training:
+            self.step += 1
+            return torch.stack([self.weight, -self.weight], -1).expand(len(tokens_BSL), 2)
+        # Rows carry their index in the first token, val and test differ in the second.
+        script = self.val if int(tokens_BSL[0, 0, 1]) == 1 else self.test
+        share = script[int(self.step)]
+        right = (tokens_BSL[:, 0, 0] - 1) < share * 10
+        return torch.stack([right, ~right], -1).float()
+
+
+def scripted_rows() -> dict[str, list[tuple[bytes, int]]]:
+    return {
+        "train": [(bytes([i, 0]), 0) for i in range(10)],
+        "val": [(bytes([i, 0]), 0) for i in range(10)],
+        "test": [(bytes([i, 1]), 0) for i in range(10)],
+    }
+
+
+VAL = {4: 0.3, 8: 0.9, 12: 0.9, 16: 0.5, 20: 0.4}
+TEST = {4: 0.1, 8: 0.6, 12: 0.2, 16: 0.3, 20: 1.0}
+
+
+@pytest.mark.parametrize("selection, step", [("best_val", 8), ("last", 20)])
+def test_the_reported_test_number_is_that_of_the_chosen_step(
+    tmp_path: Path, selection: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = toy_data(tmp_path, rows=scripted_rows())
+    reads: list[Any] = []
+    monkeypatch.setattr(
+        "lra.trainer.evaluate", lambda m, split, *a, **k: (reads.append(split), evaluate(m, split, *a, **k))[1]
+    )
+    result = run(tmp_path / "run", data, model=lambda: Scripted(VAL, TEST), selection=selection)
+    assert result.step == step  # the first of two equally good steps, or the last
+    assert result.val.accuracy == pytest.approx(VAL[step])
+    assert result.test.accuracy == pytest.approx(TEST[step])
+    assert sum(split is data.test for split in reads) == 1
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 32, 64])
+def test_every_example_is_evaluated_once(tmp_path: Path, batch_size: int) -> None:
+    data = toy_data(tmp_path, sizes={"train": 8, "val": 33, "test": 8})
+    torch.manual_seed(0)
+    model = ToyModel()
+    metrics = evaluate(model, data.val, Hardware(CPU), batch_size=batch_size)
+    exact = evaluate(model, data.val, Hardware(CPU), batch_size=33)
+    assert metrics.num_examples == 33 and metrics.accuracy == exact.accuracy
+    assert np.array_equal(metrics.correct_N, exact.correct_N)
+    assert metrics.accuracy == metrics.correct_N.mean()
+    assert metrics.loss == pytest.approx(exact.loss, rel=1e-6)
+
+
+def test_evaluation_leaves_mode_random_state_and_gradients_alone(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    model = ToyModel().train()
+    before = torch.get_rng_state()
+    first = evaluate(model, data.val, Hardware(CPU), batch_size=8)
+    assert model.training and torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+    again = evaluate(model, data.val, Hardware(CPU), batch_size=8)
+    assert (first.accuracy, first.loss) == (again.accuracy, again.loss)
+
+
+class GoesWrong(ToyModel):
+    """Meets an infinite weight in training step 3."""
+
+    steps = 0
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        self.steps += self.training
+        logits_BC = super().forward(tokens_BSL, lengths_BS)
+        return logits_BC * float("inf") if self.steps == 3 else logits_BC
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match="step 3: the loss is nan"):
+        run(tmp_path / "run", toy_data(tmp_path), model=GoesWrong, log_every=10)
+
+
+class RunsOut(ToyModel):
+    """Has memory for three rows."""
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        if self.training and len(tokens_BSL) > 3:
+            torch.rand(5)  # draws from the generator, as dropout does before memory runs out
+            raise torch.OutOfMemoryError("injected")
+        return super().forward(tokens_BSL, lengths_BS)
+
+
+def test_out_of_memory_halves_the_micro_batch_and_repeats_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = toy_data(tmp_path)
+    result = run(tmp_path / "run", data, model=RunsOut)
+    assert result.micro_batch_size == 2
+    assert "out of memory; micro-batch is now 4" in capsys.readouterr().out
+    run(tmp_path / "two", data, hardware=HardwareConfig(device="cpu", num_threads=1, micro_batch_size=2))
+    assert losses(tmp_path / "run") == losses(tmp_path / "two")
+
+
+class NeverFits(ToyModel):
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("injected")
+
+
+def test_memory_that_does_not_hold_one_row_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        run(tmp_path / "run", toy_data(tmp_path), model=NeverFits)
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shape"))
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoint.save(folder, 1, {"model": {}, "step": 1})
+
+    def full(state: object, file: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(folder, 2, {"model": {}, "step": 2})
+    monkeypatch.undo()
+    assert [p.name for p in folder.iterdir()] == ["step-00000001.pt"]
+    state, warnings = checkpoint.load_latest(folder)
+    assert state is not None and state["step"] == 1 and not warnings
+
+
+def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    path = tmp_path / "step-00000001.pt"
+    torch.save({"model": Evil()}, path)
+    with pytest.raises(ValueError, match="not a readable checkpoint"):
+        checkpoint.read(path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_speed_leaves_the_first_steps_out(tmp_path: Path) -> None:
+    class Slow(StopsAt):
+        def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+            if self.training and self.steps < 3:
+                time.sleep(0.2)
+            return super().forward(tokens_BSL, lengths_BS)
+
+    state = run(tmp_path / "run", toy_data(tmp_path), model=lambda: Slow(-1, 0)).state
+    assert state.timed_steps == 15 and state.timed_examples == 15 * 8
+    assert state.train_time_s < 0.5
+
+
+def test_the_largest_rate_really_used_is_kept(tmp_path: Path) -> None:
+    assert run(tmp_path / "run", toy_data(tmp_path)).state.max_lr == pytest.approx(0.02)
+    state = run(
+        tmp_path / "short", toy_data(tmp_path), schedule="rsqrt", warmup_steps=80, allow_unreached_peak=True
+    ).state
+    assert state.max_lr == pytest.approx(0.02 * 19 / 80 / 80**0.5)
+
+
+def test_bf16_runs_on_a_cpu_and_fp16_is_refused_by_name(tmp_path: Path) -> None:
+    run(tmp_path / "run", toy_data(tmp_path), hardware=HardwareConfig(device="cpu", precision="bf16"))
+    for precision in ("fp16", "tf32"):
+        with pytest.raises(ValueError, match=f"hardware.precision={precision}"):
+            Hardware(HardwareConfig(device="cpu", precision=precision))  # type: ignore[arg-type]
