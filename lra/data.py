@@ -67,9 +67,9 @@ class TokenArrays:
         ValueError: an array is missing, truncated, or does not fit the others.
     """
 
-    def __init__(self, folder: Path, num_sequences: int) -> None:
+    def __init__(self, folder: Path, num_sequences: int, max_length: int) -> None:
         self.folder = folder
-        self.num_sequences = num_sequences
+        self.num_sequences, self.max_length = num_sequences, max_length
         self.tokens = _load(folder / "tokens.npy", mmap=True)
         offsets = _load(folder / "offsets.npy")
         self.labels = _load(folder / "labels.npy")
@@ -102,11 +102,15 @@ class TokenArrays:
         return self.tokens[start : start + self.lengths_NS[index, position]]
 
     def batch(self, indices: np.ndarray, pad_to: int | None = None) -> Batch:
-        """Widen the examples at `indices` to ids, padded to `pad_to` or to their own longest row."""
+        """Widen the examples at `indices` to ids, padded to `pad_to` or to their own longest row.
+
+        The longest row is rounded up to a multiple of 64, though never beyond the task's length.
+        """
         import torch
 
         lengths_BS = self.lengths_NS[indices]
-        width = pad_to or max(1, -(-int(lengths_BS.max()) // PAD_MULTIPLE)) * PAD_MULTIPLE
+        rounded = max(1, -(-int(lengths_BS.max()) // PAD_MULTIPLE)) * PAD_MULTIPLE
+        width = pad_to or min(rounded, self.max_length)
         tokens_BSL = np.zeros((*lengths_BS.shape, width), np.int64)
         for i, index in enumerate(indices):
             for s, length in enumerate(lengths_BS[i]):
@@ -173,7 +177,7 @@ class SplitWriter:
             cut |= len(values) > self.max_length
             values = values[: self.max_length]
             self.lengths.append(len(values))
-            self.file.write(values)
+            self.file.write(memoryview(values))
         self.truncated += cut
         self.labels.append(label)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lra.benchmarks import Benchmark, slope
-from lra.leaderboard import TASKS, TITLES, Row
+from lra.leaderboard import TASKS, TITLES, Cell, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,11 +21,11 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (
 FIRST = ("softmax", "luna", "nystromformer", "fastformer")  # have the same style in every project
 RC = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
       "axes.spines.right": False, "font.size": 8}  # fmt: skip
-MAX_CURVES = 8  # lines in one panel
+MAX_ROWS = 10  # in one panel
 
 
-def available() -> str:
-    """Empty if figures can be drawn, else why not and what to do."""
+def unavailable() -> str:
+    """Why no figures can be drawn, and what to do; empty if they can."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -59,7 +59,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
     """One panel a task; bubble area is peak memory, hollow where memory was not counted."""
     figure, panels = _panels("Test accuracy against training speed (bubble area: peak memory)")
     for task, axes in zip(TASKS, panels, strict=True):
-        cells = [(row, row.cells[task]) for row in rows if task in row.cells]
+        cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
         largest, devices = max(memory, default=0), set()
         for (row, cell), used in zip(cells, memory, strict=True):
@@ -83,7 +83,8 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
             _plain_log(axes.xaxis)
             axes.tick_params(axis="x", rotation=30)
         axes.margins(0.2)
-        axes.set_title("\n".join([TITLES[task], "; ".join(sorted(devices))[:60]]), fontsize=9)
+        where = "; ".join(sorted(devices))[:60] if len(devices) < 2 else "several devices"
+        axes.set_title(f"{_heading(rows, task)}\n{where}", fontsize=9)
         axes.set_xlabel("training speed (tokens/s)")
         axes.set_ylabel("test accuracy (%)")
     from matplotlib.lines import Line2D
@@ -94,15 +95,26 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
     return figure
 
 
+def _chosen(rows: Sequence[Row], task: str) -> list[tuple[Row, Cell]]:
+    """What a panel has room for: the best row of each model, then the best of the rest."""
+    cells = sorted(((r, r.cells[task]) for r in rows if task in r.cells), key=lambda c: -c[1].mean)
+    firsts = {row.model: i for i, (row, _) in reversed(list(enumerate(cells)))}.values()
+    return [cells[i] for i in sorted(range(len(cells)), key=lambda i: i not in firsts)][:MAX_ROWS]
+
+
+def _heading(rows: Sequence[Row], task: str) -> str:
+    count = sum(task in row.cells for row in rows)
+    return TITLES[task] + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
+
+
 def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
     """One panel a task: mean validation accuracy by step, the band spans the seeds."""
     several = len({row.recipe for row in rows}) > 1
     figure, panels = _panels("Validation accuracy while training (line: mean, band: all seeds)")
     for task, axes in zip(TASKS, panels, strict=True):
-        cells = [(row, row.cells[task]) for row in rows if task in row.cells]
-        cells.sort(key=lambda item: -item[1].mean)
+        cells = _chosen(rows, task)
         seen: dict[str, int] = {}
-        for row, cell in cells[:MAX_CURVES]:
+        for row, cell in cells:
             by_step: dict[int, list[float]] = {}
             for run in cell.runs:
                 for point in run.curve:
@@ -121,12 +133,11 @@ def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> F
                       markevery=max(1, len(steps) // 6), linewidth=1.3, label=label)  # fmt: skip
             low, high = ([f(by_step[s]) for s in steps] for f in (min, max))
             axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-        more = f" (best {MAX_CURVES} of {len(cells)})" if len(cells) > MAX_CURVES else ""
-        axes.set_title(f"{TITLES[task]}{more}", fontsize=9)
+        axes.set_title(_heading(rows, task), fontsize=9)
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")
         if cells:
-            axes.legend(fontsize=6, loc="lower right")
+            axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     return figure
 
 
@@ -186,7 +197,7 @@ def _plain_log(axis: Axis) -> None:
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
 
 
 def encode(figure: Figure, name: str, kind: str) -> bytes:

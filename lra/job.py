@@ -67,10 +67,10 @@ def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Re
     progress = Progress()
     data = prepare(task, config.paths.cache, num_workers=max(1, config.hardware.num_workers))
     with _locked(run_dir):
-        progress.log = run_dir / "run.log"
         finished = _finished_record(config, task, name, run_id, data, progress)
         if finished is not None:
             return finished
+        progress.log = run_dir / "run.log"
         write_atomically(run_dir / "config.yaml", _yaml(plain))
         _write_status(run_dir, "running", started_at)
         why_not, baseline_params = compare(config, plain, reference, task, num_params(model))

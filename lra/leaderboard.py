@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
     "partial": "Partial data",
     "synthetic": "Synthetic data",
     "few seeds": "Fewer seeds than asked for",
+    "duplicate": "Older run of a setting and seed",
     "diverged": "Diverged",
     "out_of_memory": "Out of memory",
     "interrupted": "Interrupted",
@@ -82,24 +84,24 @@ class Cell:
 
     runs: tuple[Record, ...]
 
+    @cached_property
+    def _mean_std(self) -> tuple[float, float | None]:
+        return mean_std([100 * r.result.test.accuracy for r in self.runs if r.result])
+
     @property
     def mean(self) -> float:
-        return mean_std(self._values)[0]
+        return self._mean_std[0]
 
     @property
     def std(self) -> float | None:
-        return mean_std(self._values)[1]
-
-    @property
-    def _values(self) -> list[float]:
-        return [100 * r.result.test.accuracy for r in self.runs if r.result]
+        return self._mean_std[1]
 
     @property
     def failed(self) -> bool:
         """Whether every seed stayed at chance."""
         return all(r.status == "at_chance" for r in self.runs)
 
-    @property
+    @cached_property
     def marks(self) -> str:
         """Letters of `MARKS` that hold for any run."""
         found = {
@@ -233,6 +235,7 @@ def build(
             else:
                 entering.append(record)
     unique, duplicates = drop_duplicates(entering)
+    left_out += [("duplicate", record) for record in duplicates]
     if duplicates:
         names = ", ".join(f"{r.run_id} of {r.finished_at}" for r in duplicates)
         count = f"{len(duplicates)} duplicate{'s' if len(duplicates) > 1 else ''}"

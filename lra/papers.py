@@ -216,7 +216,7 @@ def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
                 for length in lengths:
                     cell, base = cells.get((model, length)), cells.get(("softmax", length))
                     value, softmax = cell and read(cell), base and read(base)
-                    text = "-" if value is None else f"{value:.4g}"
+                    text = "-" if value is None else _figure(value)
                     if cell and cell.status != "ok":
                         text = cell.status.replace("_", " ")
                     elif value and softmax:
@@ -285,7 +285,12 @@ def latex_tables(tables: Sequence[tuple[str, Table]]) -> str:
 
 def _mean(values: Sequence[float | None]) -> str:
     known = [v for v in values if v is not None]
-    return f"{mean_std(known)[0]:.4g}" if known else "-"
+    return _figure(mean_std(known)[0]) if known else "-"
+
+
+def _figure(value: float) -> str:
+    """Four digits, never in powers of ten."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _mb(count: int | None) -> float | None:

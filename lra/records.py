@@ -5,22 +5,27 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import datetime
 import importlib.metadata
 import json
 import math
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from lra.config import fill
+from lra.config import config_hash, fill
 from lra.task import write_atomically
 
 SCHEMA_VERSION = 1
+# When the schema changes: raise SCHEMA_VERSION and add a function here, under the version before,
+# that turns values of that version into those of the next and sets their `schema_version`. Files
+# are never rewritten: old ones pass through all functions from theirs on, each time they are read.
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 Z_99 = 2.326347874040841  # one-sided 99 % point of the normal distribution
 
 Status = Literal["completed", "at_chance", "diverged", "out_of_memory", "interrupted", "failed"]
@@ -141,6 +146,9 @@ def load(path: Path) -> Record:
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
     version = values.get("schema_version")
+    while isinstance(version, int) and version in MIGRATIONS:
+        values = MIGRATIONS[version](values)
+        version = values["schema_version"]
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"{path}: schema_version={version}, but this program reads version {SCHEMA_VERSION}"
@@ -160,6 +168,31 @@ def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:
         except ValueError as error:
             warnings.append(f"skipped {error}")
     return records, warnings
+
+
+def problems(record: Record, path: Path) -> list[str]:
+    """What does not fit together in a readable record: its place, hash, times and test results."""
+    found = []
+    if path.parts[-3:] != record_path(Path(), record.task, record.model, record.run_id).parts[1:]:
+        found.append(f"holds task {record.task}, model {record.model}, run {record.run_id}")
+    if config_hash(record.config) != record.config_hash:
+        found.append(f"config_hash={record.config_hash[:12]}: not the hash of its config")
+    if record.config.get("seed", record.seed) != record.seed:
+        found.append(f"seed={record.seed}, but the config has {record.config['seed']}")
+    for name in ("started_at", "finished_at"):
+        try:
+            datetime.datetime.fromisoformat(getattr(record, name))
+        except ValueError:
+            found.append(f"{name}={getattr(record, name)!r}: not a time")
+    test = record.result.test if record.result else None
+    if test and test.correct is not None:
+        try:
+            correct_N = unpack_correct(test.correct, test.num_examples)
+        except ValueError as error:
+            return [*found, str(error)]
+        if abs(correct_N.mean() - test.accuracy) > 1e-9:
+            found.append(f"accuracy={test.accuracy}, but {correct_N.sum()} of {len(correct_N)} right")
+    return found
 
 
 def pack_correct(correct_N: np.ndarray) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,10 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean and sample deviation (n - 1 in the denominator; None for a single value)."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+    n = len(values)
+    mean = math.fsum(values) / n
+    square = math.fsum((v - mean) ** 2 for v in values)
+    return mean, math.sqrt(square / (n - 1)) if n > 1 else None
 
 
 def wilson(accuracy: float, num_examples: int) -> tuple[float, float]:

@@ -43,7 +43,7 @@ class Table:
 
     def is_numeric(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column]]
-        return bool(cells) and all(re.match(rf"[-+]?\d|-$|{FAIL}", cell) for cell in cells)
+        return bool(cells) and all(re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells)
 
     def markdown(self) -> str:
         sides = ["---:" if self.is_numeric(j) else "---" for j in range(len(self.header))]
@@ -93,7 +93,7 @@ def measured_table(rows: Sequence[Row], options: Options) -> Table:
         texts.append([row.model, row.variant, *("" if c is None else marked(c) for c in cells),
                       *map(percent, averages),
                       f"{low:,}" if low == high else f"{low:,} to {high:,}"])  # fmt: skip
-    header = ["Model", "Variant", *(TITLES[t] for t in options.tasks), *_average_titles(options)]
+    header = ["Model", "Variant", *(TITLES[t] for t in options.tasks), *average_titles(options)]
     return Table([*header, "Params"], texts, best_cells(numbers, first_column=2))
 
 
@@ -105,7 +105,7 @@ def published_table(published: Sequence[Published], options: Options) -> Table:
          *(percent(p.average(AVERAGES[a])) for a in options.averages), f"{p.source}, {p.table}"]
         for p in published
     ]  # fmt: skip
-    return Table([*header, *_average_titles(options), "Source"], rows)
+    return Table([*header, *average_titles(options), "Source"], rows)
 
 
 def left_out_table(runs: Sequence[Record]) -> Table:
@@ -143,7 +143,8 @@ def marked(cell: Cell) -> str:
     return f"{cell} [{','.join(cell.marks)}]" if cell.marks else str(cell)
 
 
-def _average_titles(options: Options) -> list[str]:
+def average_titles(options: Options) -> list[str]:
+    """Column titles of the means shown; each says over how many tasks."""
     return [f"Avg of {len(AVERAGES[a])} tasks" for a in options.averages]
 
 

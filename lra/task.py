@@ -46,6 +46,7 @@ class Task:
     num_values: ClassVar[int]  # raw values are 0 .. num_values - 1
     num_sequences: ClassVar[int] = 1
     official_sizes: ClassVar[dict[str, int]] = {}  # examples per split of the benchmark itself
+    picture_size: ClassVar[tuple[int, int] | None] = None  # height and width, if values are pixels
 
     data_dir: Path
     max_length: int
@@ -209,7 +210,7 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
     """Open a finished cache folder and apply the task's limits."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        splits = {split: TokenArrays(folder / split, task.num_sequences) for split in SPLITS}
+        splits = {split: TokenArrays(folder / split, task.num_sequences, task.max_length) for split in SPLITS}
         for split, arrays in splits.items():
             if len(arrays) != meta["splits"][split]["num_examples"]:
                 raise ValueError(f"{folder}: {split} has {len(arrays)} examples, its meta.json says "
@@ -300,7 +301,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 task.examples(split),
                 desc=f"  {split}",
                 unit=" examples",
-                total=task.official_sizes.get(split),
+                total=task.official_sizes.get(split) if task.kind != "synthetic" else None,
                 disable=not sys.stderr.isatty(),
             )
             for sequences, label in bar:
@@ -319,6 +320,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
             meta["splits"][split] = report
         meta["seconds"] = round(time.monotonic() - started, 3)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)  # a cache without its meta.json
         os.replace(temporary, folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -64,6 +64,19 @@ def attend(
     )
 
 
+def check_causal(shape: Shape, causal: bool) -> None:
+    """Refuse causal attention where the classifier reads a position that then sees only itself.
+
+    Raises:
+        ValueError: causal with `shape.pooling` cls or first.
+    """
+    if causal and shape.pooling in ("cls", "first"):
+        raise ValueError(
+            f"model.causal=true with shape.pooling={shape.pooling}: the first position would see "
+            "only itself; use shape.pooling=mean, max or attention"
+        )
+
+
 class StackedLinear(nn.Linear):
     """`parts` linear maps of the same input in one product: [..., D] -> [..., parts * width]."""
 

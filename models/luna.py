@@ -21,9 +21,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.encoder import Encoder
-from models.layers import FeedForward, StackedLinear, attend, sinusoidal_table
+from models.layers import FeedForward, StackedLinear, attend, check_causal, sinusoidal_table
 from models.shape import Shape
-from models.softmax import check_causal
 
 CHUNK_LENGTH = 64  # of the causal form: balances work inside a chunk against that on its sums
 
@@ -279,7 +278,8 @@ class LunaEncoder(Encoder):
             causal layer, all layers start from the learned memory.
         dynamic_projection: an example shorter than M uses only as many slots as it has tokens.
             Causal models always use all, since a length is not known before the end.
-        pool_memory: classify from the packed memory in place of the tokens.
+        pool_memory: classify from the packed memory in place of the tokens; the last layer's way
+            back to the tokens is then not used.
         causal: position t sees positions 0 .. t only.
         activation: of causal packing.
 
@@ -316,7 +316,7 @@ class LunaEncoder(Encoder):
         if causal and num_packed_heads not in (None, shape.num_heads):
             raise ValueError(
                 f"model.num_packed_heads={num_packed_heads} with model.causal=true: a causal layer "
-                f"packs and reads with the same heads; leave it null"
+                "packs and reads with the same heads; leave it null"
             )
         if pool_memory and not hands_on:
             raise ValueError(

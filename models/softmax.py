@@ -9,7 +9,7 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.layers import StackedLinear, attend
+from models.layers import StackedLinear, attend, check_causal
 from models.shape import Shape
 
 
@@ -50,16 +50,3 @@ class SoftmaxAttention(nn.Module):
             causal=self.causal,
         )
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
-
-
-def check_causal(shape: Shape, causal: bool) -> None:
-    """Refuse causal attention where the classifier reads a position that then sees only itself.
-
-    Raises:
-        ValueError: causal with `shape.pooling` cls or first.
-    """
-    if causal and shape.pooling in ("cls", "first"):
-        raise ValueError(
-            f"model.causal=true with shape.pooling={shape.pooling}: the first position would see "
-            "only itself; use shape.pooling=mean, max or attention"
-        )

@@ -1,29 +1,102 @@
-"""Records to tables: `python scripts/make_tables.py` rebuilds everything generated in results/."""
+"""Records to tables: rebuild everything generated in results/, or check that it is up to date."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lra import leaderboard, records, tables  # noqa: E402
-from lra.task import write_atomically
+from lra import benchmarks, figures, leaderboard, papers, records, report, tables  # noqa: E402
+
+FIGURE_TITLES = {
+    "accuracy_speed": "Test accuracy against training speed and memory, by task",
+    "learning_curves": "Validation accuracy while training, by task",
+}
+
+
+def generate(
+    results: Path, options: leaderboard.Options, with_figures: bool, say: Callable[[str], None]
+) -> dict[Path, bytes]:
+    """Every generated file and its content."""
+    runs, warnings = records.load_all(results)
+    bench, more = benchmarks.load_benchmarks(results)
+    published = leaderboard.load_published(_own_or_ours(results, "published.csv"))
+    efficiency = papers.load_efficiency(_own_or_ours(results, "published_efficiency.csv"))
+    board = leaderboard.build(runs, published, options)
+    for message in [*warnings, *more, *board.notes]:
+        say(message)
+    # Messages name files relative to the results folder, so that they are the same everywhere.
+    skipped = [w.replace(f"{results}{os.sep}", "").removeprefix("skipped ") for w in warnings + more]
+
+    files: dict[str, str | bytes] = {
+        "leaderboard.md": tables.markdown(board, skipped),
+        "leaderboard.csv": tables.csv_text(board),
+        "leaderboard.tex": tables.latex(board),
+    }
+    titled = [("Published accuracy", tables.published_table(board.published, options))]
+    titled = titled if board.published else []
+    for paper in papers.PAPERS:
+        table = papers.paper_table(paper, board.published, board.rows)
+        if board.published:
+            titled.append((paper.title, table))
+        markdown = papers.paper_markdown(paper, board.published, board.rows)
+        files[f"tables/{paper.name}.md"] = markdown
+        files[f"tables/{paper.name}.tex"] = papers.latex_tables([(paper.title, table)])
+    speed = papers.efficiency_tables(board.rows, bench, efficiency if options.published else [])
+    files["tables/efficiency.md"] = papers.efficiency_markdown(speed, efficiency)
+    files["tables/efficiency.tex"] = papers.latex_tables(speed)
+
+    missing = figures.unavailable()
+    if with_figures and not missing:
+        files |= {f"figures/{k}": v for k, v in figures.draw(board.rows, bench).items()}
+    else:  # the page keeps the figures that lie there
+        say(missing or "figures left as they are")
+        files |= {f"figures/{p.name}": p.read_bytes() for p in results.glob("figures/*.svg")}
+    pictures = {_title(Path(k).stem): v for k, v in sorted(files.items())
+                if k.endswith(".svg") and isinstance(v, bytes)}  # fmt: skip
+    files["report.html"] = report.page(board, runs, pictures, titled + speed)
+
+    contents = {results / k: v if isinstance(v, bytes) else v.encode() for k, v in files.items()}
+    readme = results.resolve().parent / "README.md"
+    if readme.exists():
+        text = tables.fill_readme(readme.read_text(encoding="utf-8"), tables.results_section(board))
+        if text is None:
+            say(f"{readme}: no markers {' and '.join(tables.README_MARKERS)}; left as it is")
+        else:
+            contents[readme] = text.encode()
+    say(f"{len(runs)} records, {len(board.rows)} rows in the main table")
+    return contents
+
+
+def _own_or_ours(results: Path, name: str) -> Path:
+    """Published figures lie beside the records; a folder without them gets the project's."""
+    return results / name if (results / name).exists() else ROOT / "results" / name
+
+
+def _title(stem: str) -> str:
+    return FIGURE_TITLES.get(stem, f"Time and memory by length: {stem.removeprefix('benchmark_')}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results"), help="default: results")
+    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR",
+                        help="folder of runs/ and of everything generated (default: results)")  # fmt: skip
     parser.add_argument("--recipe", help="only this recipe")
     parser.add_argument("--task", action="append", choices=leaderboard.TASKS,
                         help="only this task; may be given several times")  # fmt: skip
     parser.add_argument("--average", choices=("five", "six", "both"), default="both")
     parser.add_argument("--min-seeds", type=int, default=1, help="leave out cells with fewer")
     parser.add_argument("--include-reduced", action="store_true",
-                        help="show runs with a reduced budget in the main table, marked")  # fmt: skip
+                        help="runs with a reduced budget in the main table, marked")  # fmt: skip
     parser.add_argument("--no-published", action="store_true", help="leave out published rows")
+    parser.add_argument("--no-figures", action="store_true", help="leave figures as they are")
+    parser.add_argument("--check", action="store_true",
+                        help="write nothing; name stale files and exit with 1 if there are any")  # fmt: skip
     args = parser.parse_args()
     try:
         options = leaderboard.Options(
@@ -31,24 +104,22 @@ def main() -> int:
             min_seeds=args.min_seeds, include_reduced=args.include_reduced,
             published=not args.no_published,
         )  # fmt: skip
-        runs, warnings = records.load_all(args.results)
-        own = args.results / "published.csv"
-        published = leaderboard.load_published(
-            own if own.exists() else ROOT / "results/published.csv"
-        )
+        files = generate(args.results, options, not args.no_figures, print)
     except (ValueError, OSError) as error:
-        print(f"make_tables: {error}", file=sys.stderr)
-        return 1
-    board = leaderboard.build(runs, published, options)
-    for message in [*warnings, *board.notes]:
-        print(message, file=sys.stderr)
-    texts = {
-        "leaderboard.md": tables.markdown(board),
-        "leaderboard.csv": tables.csv_text(board),
-    }
-    for name, text in texts.items():
-        write_atomically(args.results / name, text)
-    print(f"{len(runs)} records, {len(board.rows)} rows: {', '.join(texts)} in {args.results}/")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    stale = [path for path, content in files.items()
+             if not path.exists() or path.read_bytes() != content]  # fmt: skip
+    if args.check:
+        for path in stale:
+            print(f"stale: {path}; run: python scripts/make_tables.py")
+        return 1 if stale else 0
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(files[path])
+        temporary.replace(path)
+    print(f"{len(stale)} of {len(files)} files were stale, all are up to date in {args.results}/")
     return 0
 
 

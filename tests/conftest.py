@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
+
+torch.set_num_threads(1)  # the tensors of tests are too small for more to pay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,10 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what the golden tests measured, one line a file and precision."""
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print what the golden tests measured, one line a file and precision, if asked for them."""
+    if not config.getoption("--golden-dir") and not any("golden" in arg for arg in config.args):
+        return
     lines = [
-        value
+        str(value)
         for outcome in ("passed", "failed")
         for report in terminalreporter.getreports(outcome)
         for name, value in report.user_properties

@@ -33,10 +33,11 @@ def test_cache_round_trip(tmp_path: Path) -> None:
 def test_a_batch_holds_ids_above_the_padding_and_true_lengths(tmp_path: Path) -> None:
     rows = {s: [(bytes([0, 9, 3]), 1), (b"", 0), (bytes([5]), 1)] for s in SIZES}
     batch = toy_data(tmp_path, rows=rows).val.batch(np.array([2, 0, 1]))
-    assert batch.tokens_BSL.shape == (3, 1, 64)
+    assert batch.tokens_BSL.shape == (3, 1, 12)  # not beyond max_length
     assert batch.tokens_BSL[1, 0, :4].tolist() == [1, 10, 4, 0]  # value 0 is not padding
     assert batch.lengths_BS[:, 0].tolist() == [1, 3, 0]
     assert batch.labels_B.tolist() == [1, 1, 0]
+    assert toy_data(tmp_path, rows=rows, max_length=70).val.batch(np.arange(3)).tokens_BSL.shape == (3, 1, 64)
     padded = toy_data(tmp_path, rows=rows).val.batch(np.array([2]), pad_to=12)
     assert padded.tokens_BSL.shape == (1, 1, 12)
 
@@ -206,7 +207,7 @@ def test_opening_a_cache_maps_the_tokens(tmp_path: Path) -> None:
     data = toy_data(tmp_path)
     assert isinstance(data.train.tokens, np.memmap)
     assert data.train.tokens.dtype == np.uint8
-    assert isinstance(TokenArrays(data.folder / "val", 1), TokenArrays)
+    assert isinstance(TokenArrays(data.folder / "val", 1, 12), TokenArrays)
 
 
 @pytest.mark.skipif(

@@ -6,20 +6,21 @@ is `../shared/golden` beside the repository where that exists, else the few file
 
 from __future__ import annotations
 
-import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.golden import fastformer, luna, nystromformer, softmax
 from tests.golden.case import Adapter, Case, Difference, compare
 
 HERE = Path(__file__).parent
-FAMILIES = {
-    "softmax": "softmax",
-    "luna": "luna",
-    "nystrom": "nystromformer",
-    "fastformer": "fastformer",
+UNITS: dict[str, dict[str, Adapter]] = {
+    "softmax": softmax.UNITS,
+    "luna": luna.UNITS,
+    "nystrom": nystromformer.UNITS,
+    "fastformer": fastformer.UNITS,
 }
 
 
@@ -45,13 +46,11 @@ def find_adapter(case: Case) -> Adapter:
     Raises:
         ValueError: no adapter knows the case's family and unit.
     """
-    units: dict[str, Adapter] = {}
-    if case.family in FAMILIES:
-        units = importlib.import_module(f"tests.golden.{FAMILIES[case.family]}").UNITS
+    units = UNITS.get(case.family, {})
     if case.unit not in units:
         raise ValueError(
             f"{case.path.name}: unknown unit {case.unit!r} of family {case.family!r}; families are "
-            f"{sorted(FAMILIES)}, units of this one {sorted(units)}"
+            f"{sorted(UNITS)}, units of this one {sorted(units)}"
         )
     return units[case.unit]
 
@@ -81,3 +80,49 @@ def test_golden(path: Path, dtype: torch.dtype, record_property) -> None:
     assert not failed, "\n".join(
         f"{d.name}: {d.relative:.2e} over the tolerance {d.tolerance:.0e}" for d in failed
     )
+
+
+# The check itself must fail where it should.
+
+SAMPLE = HERE / "golden" / "luna_causal_elu_untied.npz"
+
+
+@pytest.mark.parametrize("key", ["out/attn", "grad_param/k_proj.weight", "grad_in/query"])
+def test_a_number_changed_a_little_is_found(key: str) -> None:
+    case = Case.load(SAMPLE, torch.float64)
+    case.arrays[key].flat[3] += 1e-6
+    assert [d.name for d in compare(case, find_adapter(case)) if not d.passed] == [key]
+
+
+def test_a_parameter_changed_a_little_is_found() -> None:
+    case = Case.load(SAMPLE, torch.float64)
+    with torch.no_grad():
+        case.params["v_proj.weight"][0, 0] += 1e-6
+    failed = {d.name for d in compare(case, find_adapter(case)) if not d.passed}
+    assert {"out/attn", "mid/attn_incremental"} <= failed
+
+
+def test_a_gradient_where_none_may_be_is_found() -> None:
+    case = replace(Case.load(SAMPLE, torch.float64), without_gradient=["param/q_proj.weight"])
+    del case.arrays["grad_param/q_proj.weight"]
+    failed = [d.name for d in compare(case, find_adapter(case)) if not d.passed]
+    assert failed == ["grad_param/q_proj.weight"]
+
+
+def test_unknown_units_files_and_folders_fail(tmp_path: Path) -> None:
+    case = Case.load(SAMPLE, torch.float64)
+    for changed in (replace(case, unit="Other"), replace(case, family="other")):
+        with pytest.raises(ValueError, match="unknown unit"):
+            find_adapter(changed)
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(SAMPLE.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="broken.npz: expected an npz file"):
+        Case.load(broken, torch.float64)
+    for folder in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(pytest.fail.Exception, match="no golden files"):
+            test_golden(folder, torch.float64, None)
+
+
+def test_every_family_has_a_file_kept_here() -> None:
+    families = {Case.load(path, torch.float64).family for path in HERE.glob("golden/*.npz")}
+    assert families == set(UNITS)

@@ -61,9 +61,7 @@ def test_a_row_is_two_documents_and_a_label(tmp_path: Path) -> None:
     assert dataset.meta["splits"]["train"]["label_histogram"] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("written", "label"), [(b"0", 0), (b"1", 1), (b"0.0", 0), (b"1.0", 1)]
-)
+@pytest.mark.parametrize(("written", "label"), [(b"0", 0), (b"1", 1), (b"0.0", 0), (b"1.0", 1)])
 def test_labels_may_be_floats(written: bytes, label: int) -> None:
     assert parse_row(written + b"\tA\tB\tx\ty\n").label == label
 
@@ -105,11 +103,17 @@ BAD_ROWS = {
     "label in quotes": (b'"1.0"\tA\tB\tx\ty', "label '\"1.0\"'"),
     "no label": (b"\tA\tB\tx\ty", "label ''"),
     "a header": (b"label\tid1\tid2\ttext1\ttext2", "label 'label'"),
-    "byte order mark": (b"\xef\xbb\xbf1.0\tA\tB\tx\ty", "label '\ufeff1.0'"),
+    "byte order mark": (b"\xef\xbb\xbf1.0\tA\tB\tx\ty", r"label '\ufeff1.0'"),
     "not UTF-8": (b"\xff\xfe1\tA\tB\tx\ty", r"label '\\xff\\xfe1'"),
     "long label": (b"x" * 99_999 + b"\tA\tB\tx\ty", "label 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxx ... "),
-    "tab in a document": (b"1.0\tA\tB\tx\tinside\ty", "6 columns, expected 5 (label, id1, id2, text1, text2); is there a tab"),
-    "ids only": (b"1.0\tA\tB", "3 columns, expected 5 (label, id1, id2, text1, text2); rows of ids only lack"),
+    "tab in a document": (
+        b"1.0\tA\tB\tx\tinside\ty",
+        "6 columns, expected 5 (label, id1, id2, text1, text2); is there a tab in a document?",
+    ),
+    "ids only": (
+        b"1.0\tA\tB",
+        "3 columns, expected 5 (label, id1, id2, text1, text2); rows of ids only lack the texts",
+    ),
     "commas": (b"1.0,A,B,x,y", "1 columns"),
     "empty line": (b"", "1 columns"),
     "four columns": (b"1.0\tA\tB\tx", "4 columns"),
@@ -154,7 +158,8 @@ def test_an_endless_row_is_refused_without_reading_it_whole(
 
 def test_literals_are_fed_as_they_stand_unless_asked(tmp_path: Path) -> None:
     content = rb"""1.0	A	B	b'caf\xc3\xa9\n\tx'	b"it's \\ \"" """.rstrip() + b"\n"
-    assert read(tmp_path, content)[0][:2] == (rb"b'caf\xc3\xa9\n\tx'", rb'b"it' + rb"'s \\ \"" + b'"')
+    second = rb'b"it' + rb"'s \\ \"" + b'"'
+    assert read(tmp_path, content)[0][:2] == (rb"b'caf\xc3\xa9\n\tx'", second)
     assert read(tmp_path, content, decode_literals=True)[0][:2] == (
         "café\n\tx".encode(),
         b"it's \\ \"",
@@ -185,9 +190,9 @@ def test_decoding_agrees_with_python_on_every_escape(literal: bytes) -> None:
 
 
 BAD_LITERALS = [
-    b"plain", b"", b"b", b"b'", b"b'x", b"b'x\"", b"'x'", b"b''x'", rb"b'x\'", rb"b'\xc'", rb"b'\x'",
-    rb"b'\xg0'", rb"b'\400'", b"b'caf\xc3\xa9'", b"b'x' ", b" b'x'", b"b'x'+b'y'", b"B'x'", b"rb'x'",
-    b"b'''x'''", b"b'x'\r", rb"b'x\xe2\x80",
+    b"plain", b"", b"b", b"b'", b"b'x", b"b'x\"", b"'x'", b"b''x'", rb"b'x\'", rb"b'\xc'",
+    rb"b'\x'", rb"b'\xg0'", rb"b'\400'", b"b'caf\xc3\xa9'", b"b'x' ", b" b'x'", b"b'x'+b'y'",
+    b"B'x'", b"rb'x'", b"b'''x'''", b"b'x'\r", rb"b'x\xe2\x80",
 ]  # fmt: skip
 
 
@@ -365,8 +370,8 @@ def test_stand_in_needs_both_documents_and_is_learnable_from_counts(tmp_path: Pa
 
     def telling(split: str) -> tuple[np.ndarray, np.ndarray]:
         found = pairs(task, split)
-        share = [[sum(map(text.count, b"mpqvwy")) / len(text) for text in pair[:2]] for pair in found]
-        return np.array(share), np.array([label for *_, label in found])
+        shares = [[sum(map(t.count, b"mpqvwy")) / len(t) for t in pair[:2]] for pair in found]
+        return np.array(shares), np.array([label for *_, label in found])
 
     x, y = telling("val")
     assert (((x.sum(axis=1) < 0.1) == y).mean()) == 1

@@ -1,4 +1,4 @@
-"""Text: bytes as they stand, splits, places, faulty sources, the stand-in, the reference reviews."""
+"""Text: bytes as they stand, splits, places, faults, the stand-in, the reference reviews."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_nothing_found_names_every_place_and_the_remedy(tmp_path: Path) -> None:
         prepare(Text(data_dir=tmp_path / "data"), tmp_path / "cache")
     message = str(caught.value)
     for part in ("data/aclImdb", "data/text/aclImdb", "data/imdb", "data/aclImdb_v1.tar.gz",
-                 "does not exist", "https://ai.stanford.edu", f"scripts/get_data.sh {tmp_path}/data text",
+                 "does not exist", "https://ai.stanford.edu", f"get_data.sh {tmp_path}/data text",
                  "task.source=hub", "task.source=synthetic", "task.path"):  # fmt: skip
         assert part in message
     assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").glob("text-*"))
@@ -579,7 +579,8 @@ def test_reference_reviews(tmp_path: Path) -> None:
     dataset = prepare(task, tmp_path / "cache")
     splits = dataset.meta["splits"]
     assert [splits[split]["num_examples"] for split in SPLITS] == [360, 40, 200]
-    assert [splits[split]["label_histogram"] for split in SPLITS] == [[180] * 2, [20] * 2, [100] * 2]
+    labels = [splits[split]["label_histogram"] for split in SPLITS]
+    assert labels == [[180, 180], [20, 20], [100, 100]]
     assert splits["train"]["truncated"] + splits["val"]["truncated"] == 4
     assert splits["test"]["truncated"] == 4
     assert splits["test"]["longest_source"] == 6128
@@ -621,6 +622,7 @@ def test_reference_reviews_in_every_form_and_nesting(tmp_path: Path) -> None:
 def test_reference_cache_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     sums = set()
     for workers in (0, 1, 4):
-        folder = prepare(Text(data_dir=REFERENCE), tmp_path / str(workers), num_workers=workers).folder
+        cache = tmp_path / str(workers)
+        folder = prepare(Text(data_dir=REFERENCE), cache, num_workers=workers).folder
         sums.add(tuple(file_sha256(file) for file in sorted(folder.rglob("*.npy"))))
     assert len(sums) == 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +229,13 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
             raise ValueError(f"names {module}.{name}, which no CIFAR-10 batch needs; refused")
         return _Recipe(f"{module}.{name}")
 
+    def load_bytearray8(self) -> None:
+        """As for bytes: read what is there, while the original first takes what is declared."""
+        (size,) = struct.unpack("<Q", self.read(8))
+        self.append(self.read(size))
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: load_bytearray8}  # type: ignore[attr-defined]
+
 
 def read_batch(data: bytes, where: str, to_grey: Grey = grey_tf) -> list[Row]:
     """Grey pixels [P] (as bytes) and label of each picture of a pickled batch.
@@ -251,10 +259,8 @@ def read_batch(data: bytes, where: str, to_grey: Grey = grey_tf) -> list[Row]:
             raise ValueError(f"{where}: no '{key}'; it has {', '.join(map(repr, fields))}")
     try:
         rgb_N3P = _array(fields["data"])
-    except (TypeError, IndexError, AttributeError, UnicodeError) as error:
-        raise ValueError(f"{where}: 'data' is no array ({error})") from None
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{where}: 'data' {error}") from None
     labels = fields["labels"]
     if not isinstance(labels, list) or len(labels) != len(rgb_N3P):
         size = f"{len(labels)} labels" if isinstance(labels, list) else type(labels).__name__
@@ -272,23 +278,25 @@ def read_batch(data: bytes, where: str, to_grey: Grey = grey_tf) -> list[Row]:
 def _array(recipe: Any) -> np.ndarray:
     """The pictures [N, 3, P] (uint8) that a recipe of an array describes."""
     if not isinstance(recipe, _Recipe) or recipe.name not in _ARRAYS | _BUFFERS:
-        raise ValueError(f"'data' is a {type(recipe).__name__}, expected an array")
-    if recipe.name in _BUFFERS:
-        raw, dtype, shape, order = recipe.args
-        is_fortran = order == "F"
-    else:
-        _, shape, dtype, is_fortran, raw = recipe.state or ()  # type: ignore[misc]
-    kind = dtype.args[0] if isinstance(dtype, _Recipe) else dtype
-    if _text(kind) not in ("u1", "uint8"):
-        raise ValueError(f"'data' has the type {kind!r:.40}, expected uint8")
-    size, width = shape
-    raw = _bytes(raw)
-    if width != 3 * NUM_PIXELS or not size or len(raw) != size * width:
+        raise ValueError(f"is a {type(recipe).__name__}, expected an array")
+    try:
+        if recipe.name in _BUFFERS:
+            raw, dtype, shape, order = recipe.args
+        else:
+            _, shape, dtype, is_fortran, raw = recipe.state  # type: ignore[misc]
+            order = "F" if is_fortran else "C"
+        kind, raw = _text(dtype.args[0]), _bytes(raw)
+    except (TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ValueError(f"is no whole array ({error})") from None
+    if kind not in ("u1", "uint8"):
+        raise ValueError(f"has the type {kind!r:.40}, expected uint8")
+    size = len(raw) // (3 * NUM_PIXELS)
+    if not size or shape != (size, 3 * NUM_PIXELS) or len(raw) != size * 3 * NUM_PIXELS:
         raise ValueError(
-            f"'data' has shape {shape!r:.60}, {len(raw)} bytes; expected rows of {3 * NUM_PIXELS}"
+            f"has shape {shape!r:.60} and {len(raw)} bytes, expected rows of {3 * NUM_PIXELS}"
         )
-    array = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if is_fortran else "C")
-    return np.ascontiguousarray(array).reshape(-1, 3, NUM_PIXELS)
+    array = np.frombuffer(raw, np.uint8).reshape(shape, order="F" if order == "F" else "C")
+    return np.ascontiguousarray(array).reshape(size, 3, NUM_PIXELS)
 
 
 def _bytes(value: Any) -> bytes:

@@ -413,6 +413,9 @@ def tar_members(archive: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[
                     content = tar.extractfile(member)
                     assert content is not None
                     yield name, content.read()
+            # The module takes a damaged header for the end, which is a block of zeros.
+            if reader.last != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("cut, or with a damaged header")
             # The checksum of a gzip stream is compared at its very end.
             for _ in range(MAX_ARCHIVE_BYTES >> 20):
                 if not reader.read(1 << 20):
@@ -433,10 +436,13 @@ class _Refused(ValueError):
 class _BoundedReader(io.BufferedReader):
     """Reads no more at once than a file may have: the sizes in headers are not to be trusted."""
 
+    last = b""  # what was read last
+
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or not 0 <= size <= MAX_FILE_BYTES:
             raise tarfile.ReadError(f"a header asks for {size} bytes")
-        return super().read(size)
+        self.last = super().read(size)
+        return self.last
 
 
 def _fault(member: tarfile.TarInfo, is_repeated: bool) -> str:

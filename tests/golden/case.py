@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -64,7 +65,7 @@ class Case:
                 arrays = {key: archive[key] for key in archive.files}
             meta = json.loads(str(arrays["meta"]))
             family, unit, config = meta["family"], meta["unit"], meta["config"]
-        except (OSError, KeyError, ValueError, AttributeError) as error:
+        except (OSError, KeyError, ValueError, BadZipFile) as error:
             raise ValueError(
                 f"{path}: expected an npz file whose 'meta' holds family, unit, config"
             ) from error

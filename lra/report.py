@@ -1,0 +1,143 @@
+"""results/report.html: one self-contained page with tables, figures and every run's details."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lra.leaderboard import LEFT_OUT, TITLES, Board
+from lra.records import Record
+from lra.statistics import wilson
+from lra.tables import Table, average_titles, footnotes, marked, measured_table
+
+FOLDER = Path(__file__).resolve().parent
+MAX_POINTS = 32  # of a curve
+POOLED = ("task", "model", "recipe", "outcome", "message", "protocol", "why_not", "overrides",
+          "hardware", "environment", "data", "command", "steps")  # fmt: skip
+
+
+def page(
+    board: Board,
+    records: Sequence[Record],
+    figures: Mapping[str, bytes],
+    tables: Sequence[tuple[str, Table]],
+) -> str:
+    """The whole page.
+
+    Args:
+        records: all runs, also those the board left out.
+        figures: title to SVG.
+        tables: further tables with their titles.
+    """
+    script = (FOLDER / "report.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        # Only this very script may run, whatever else finds its way into the page.
+        "script_hash": f"sha256-{digest}",
+        "script": script,
+        "figures": "".join(_picture(title, svg) for title, svg in figures.items()),
+        # "<" could end the script element that holds the data.
+        "data": json.dumps(content(board, records, tables), separators=(",", ":"))
+        .replace("<", "\\u003c"),
+    }  # fmt: skip
+    template = (FOLDER / "report.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _picture(title: str, svg: bytes) -> str:
+    source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
+    name = html.escape(title)
+    return f'<figure><figcaption>{name}</figcaption><img src="{source}" alt="{name}"></figure>'
+
+
+def content(
+    board: Board, records: Sequence[Record], tables: Sequence[tuple[str, Table]]
+) -> dict[str, Any]:
+    """What report.js draws."""
+    index = {id(record): i for i, record in enumerate(records)}
+    recipes = sorted({row.recipe for row in board.rows})
+    rows, notes = [], {}
+    for recipe in recipes:
+        members = [row for row in board.rows if row.recipe == recipe]
+        notes[recipe] = footnotes(members)
+        best, width = measured_table(members, board.options).best, len(board.options.tasks)
+        for i, row in enumerate(members):
+            cells = {
+                task: {"text": marked(cell), "value": None if cell.failed else cell.mean,
+                       "best": (i, 2 + board.options.tasks.index(task)) in best,
+                       "runs": [index[id(run)] for run in cell.runs]}
+                for task, cell in row.cells.items()
+            }  # fmt: skip
+            averages = [row.average(a) for a in board.options.averages]
+            rows.append({
+                "model": row.model, "recipe": recipe, "variant": row.variant, "cells": cells,
+                "averages": averages, "params": row.params,
+                "bestAverages": [(i, 2 + width + j) in best for j in range(len(averages))],
+            })  # fmt: skip
+    pool: dict[str, int] = {}
+    outcomes = {id(r): LEFT_OUT[why] for why, r in board.left_out}
+    shown = {id(r) for row in board.rows for cell in row.cells.values() for r in cell.runs}
+    lines = []
+    for record in records:
+        default = "In the table" if id(record) in shown else "Not shown"
+        run = describe(record, outcomes.get(id(record), default))
+        lines.append([pool.setdefault(v, len(pool)) if k in POOLED else v for k, v in run.items()])
+    return {
+        "titles": TITLES, "tasks": board.options.tasks, "recipes": recipes, "rows": rows,
+        "averages": average_titles(board.options), "footnotes": notes, "pool": list(pool),
+        "pooled": POOLED, "fields": list(run) if records else [], "runs": lines,
+        "tables": [[title, t.header, t.rows, [t.is_numeric(j) for j in range(len(t.header))]]
+                   for title, t in tables],
+    }  # fmt: skip
+
+
+def describe(record: Record, outcome: str) -> dict[str, Any]:
+    """One run as flat values; the page shows them and draws `curve`."""
+    result, speed, machine = record.result, record.speed, record.hardware
+    test = result.test if result else None
+    low, high = wilson(test.accuracy, test.num_examples) if test else (None, None)
+    protocol, env = record.protocol, record.environment
+    curve = _thinned([p for p in record.curve if p.get("val_accuracy") is not None])
+    versions = [f"Python {env.get('python')}", f"torch {env.get('torch')}", f"commit {str(env.get('git_commit'))[:10]}"]
+    packages = [f"{k} {v}" for k, v in env.get("packages", {}).items() if k != "torch"]
+    return {
+        "id": record.run_id, "task": record.task, "model": record.model, "recipe": record.recipe,
+        "seed": record.seed, "outcome": outcome, "message": record.message,
+        "test": test and _rounded(100 * test.accuracy, 6), "n_test": test and test.num_examples,
+        "low": low and _rounded(100 * low, 2), "high": high and _rounded(100 * high, 2),
+        "val": result and _rounded(100 * result.val.accuracy, 4), "step": result and result.step,
+        "params": record.num_params, "baseline": record.baseline_params,
+        "protocol": f"data: {protocol.data}, budget: {protocol.budget}, validation: {protocol.validation}, "
+                    f"selection: {protocol.selection}, max. length {protocol.max_length}"
+                    + (f", difficulty: {protocol.difficulty}" if protocol.difficulty else ""),
+        "why_not": "; ".join(record.why_not),
+        "overrides": ", ".join(o for o in record.overrides if "." in o.split("=")[0]),
+        "steps_per_s": _rounded(speed.get("steps_per_s")), "tokens_per_s": _rounded(speed.get("tokens_per_s")),
+        "train_s": _rounded(speed.get("train_time_s")),
+        "memory_mb": record.peak_memory_bytes and _rounded(record.peak_memory_bytes / 2**20, 1),
+        "hardware": ", ".join(f"{k} {v}" for k, v in machine.items() if v is not None),
+        "environment": ", ".join(versions + packages + ["uncommitted changes"] * bool(env.get("git_dirty"))),
+        "data": f"{record.data.get('source', '')}, fingerprint {str(record.data.get('fingerprint', ''))[:12]}",
+        "finished": record.finished_at, "command": shlex.join(record.overrides),
+        "steps": ",".join(str(p["step"]) for p in curve),
+        "curve": [round(1e4 * p["val_accuracy"]) for p in curve],  # hundredths of a percent
+    }  # fmt: skip
+
+
+def _rounded(value: float | None, digits: int = 3) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _thinned(points: list[Any]) -> list[Any]:
+    """At most MAX_POINTS, evenly chosen, first and last kept."""
+    if len(points) <= MAX_POINTS:
+        return points
+    last = len(points) - 1
+    return [points[round(i * last / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]

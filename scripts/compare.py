@@ -1,0 +1,144 @@
+"""Can two models be told apart? `python scripts/compare.py luna softmax task=listops`
+
+Compares test accuracy example by example over the seeds both have. A model may name config keys to
+choose among its settings: `luna:projection_length=128`. Further words: recipe=NAME, results=DIR.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lra.config import flatten, nearest  # noqa: E402
+from lra.leaderboard import (  # noqa: E402
+    LEFT_OUT,
+    TASKS,
+    TITLES,
+    Cell,
+    drop_duplicates,
+    variants,
+    why_left_out,
+)
+from lra.records import Record, load_all, unpack_correct  # noqa: E402
+from lra.statistics import Comparison, compare  # noqa: E402
+
+
+def choose(records: list[Record], text: str) -> dict[int, Record]:
+    """Finished runs, by seed, of the one setting that `model:key=value,...` names.
+
+    Raises:
+        ValueError: no such run, or several settings; names them.
+    """
+    model, _, keys = text.partition(":")
+    wanted = dict(pair.partition("=")[::2] for pair in keys.split(",") if pair)
+    own = [r for r in records if r.model == model and r.result]
+    if not own:
+        known = nearest(model, sorted({r.model for r in records if r.result}))
+        raise ValueError(f"{text}: no finished run of this task; {known}")
+    for key, value in wanted.items():
+        own = [r for r in own if any(f".{k}".endswith(f".{key}") and _same(v, value)
+                                     for k, v in flatten(r.config).items())]  # fmt: skip
+    if not own:
+        raise ValueError(f"{text}: none of the model's runs has {keys}")
+    # Runs that count are meant, unless there are none.
+    counting = [r for r in own if why_left_out(r) is None] or own
+    settings: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in drop_duplicates(counting)[0]:
+        fingerprint = str(record.data.get("fingerprint"))
+        settings[record.recipe, record.config_hash, fingerprint].append(record)
+    if len(settings) > 1:
+        cells = [tuple(runs) for runs in settings.values()]
+        names = [f"recipe={c[0].recipe} {v}" for c, v in zip(cells, variants(cells), strict=True)]
+        raise ValueError(f"{text}: {len(cells)} settings; choose one by recipe=NAME or by "
+                         f"{model}:key=value: " + "; ".join(names))  # fmt: skip
+    return {r.seed: r for r in next(iter(settings.values()))}
+
+
+def _same(value: object, text: str) -> bool:
+    return text in (str(value), str(value).lower()) or (value is None and text == "null")
+
+
+def paired(a: dict[int, Record], b: dict[int, Record]) -> tuple[Comparison, list[int]]:
+    """Comparison over the common seeds.
+
+    Raises:
+        ValueError: no common seed, other data, or records without per-example results.
+    """
+    seeds = sorted(a.keys() & b.keys())
+    if not seeds:
+        raise ValueError(f"no common seed: {sorted(a)} and {sorted(b)}")
+    runs = [[model[seed] for seed in seeds] for model in (a, b)]
+    fingerprints = {str(r.data.get("fingerprint")) for side in runs for r in side}
+    if len(fingerprints) > 1:
+        raise ValueError(f"the runs used different data: fingerprints {sorted(fingerprints)}")
+    sides = [np.stack([_correct(r) for r in side]) for side in runs]
+    return compare(*sides), seeds
+
+
+def _correct(record: Record) -> np.ndarray:
+    assert record.result
+    test = record.result.test
+    if test.correct is None:
+        raise ValueError(f"{record.run_id}: its record does not say which examples were right")
+    return unpack_correct(test.correct, test.num_examples)
+
+
+def report(names: tuple[str, str], sides: list[dict[int, Record]]) -> str:
+    """The comparison in words."""
+    result, seeds = paired(*sides)
+    cells = [Cell(tuple(side[seed] for seed in seeds)) for side in sides]
+    first = cells[0].runs[0]
+    assert first.result
+    lines = [f"{TITLES[first.task]}, test accuracy in percent, {first.result.test.num_examples:,} "
+             f"examples, seeds {', '.join(map(str, seeds))}"]  # fmt: skip
+    width = max(map(len, names))
+    lines += [f"  {n.ljust(width)}  {c}  recipe {c.runs[0].recipe}" for n, c in zip(names, cells, strict=True)]  # fmt: skip
+    lines.append(f"difference              {100 * result.difference:+.2f} points")
+    lines.append(f"95 % over test examples {_interval(result.over_examples)}")
+    if result.over_seeds:
+        lines.append(f"95 % over seeds         {_interval(result.over_seeds)}")
+        per_seed = ", ".join(f"{100 * d:+.2f}" for d in result.per_seed)
+        lines.append(f"difference by seed      {per_seed}")
+    else:
+        lines.append("only one common seed: nothing is known about other seeds")
+    lines.append("The difference stands out from the noise." if result.clear
+                 else "The difference cannot be told from noise.")  # fmt: skip
+    notes = {(n, why_left_out(r)) for n, c in zip(names, cells, strict=True) for r in c.runs}
+    lines += [f"note: {n}: {LEFT_OUT[why].lower()}" for n, why in sorted(notes, key=str) if why]
+    return "\n".join(lines)
+
+
+def _interval(ends: tuple[float, float]) -> str:
+    return f"{100 * ends[0]:+.2f} to {100 * ends[1]:+.2f}"
+
+
+def main(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    try:
+        names = [w for w in words if "=" not in w.partition(":")[0]]
+        options = dict(w.partition("=")[::2] for w in words if w not in names)
+        if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe", "results"}:
+            raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
+        if options["task"] not in TASKS:
+            raise ValueError(f"task={options['task']}: {nearest(options['task'], TASKS)}")
+        records, warnings = load_all(Path(options.get("results", "results")))
+        for warning in warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        fitting = [r for r in records if r.task == options["task"]
+                   and options.get("recipe") in (None, r.recipe)]  # fmt: skip
+        print(report((names[0], names[1]), [choose(fitting, name) for name in names]))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

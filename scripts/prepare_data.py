@@ -1,0 +1,169 @@
+"""Build a task's cache, check it, and print what is in it.
+
+    python scripts/prepare_data.py task=listops
+    python scripts/prepare_data.py task=all verify=full report=report.json
+    python scripts/prepare_data.py task=image --show 16
+
+Any key of the config can be given, e.g. task.source=synthetic or paths.data=/data. `verify=full`
+decodes the source again and compares it with the cache, value by value. The exit code is 0 only if
+every split of every task is whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lra.build import make_task
+from lra.cli import CONFIGS, EXIT_USAGE, compose_config, explain, typed
+from lra.config import nearest
+from lra.data import ARRAYS
+from lra.task import SPLITS, Dataset, Task, prepare, verify, write_atomically
+
+TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="task=NAME|all, verify=full, report=FILE")
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="show N examples as a person can read them")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    arguments = parser.parse_intermixed_args()
+    own = {"task": "", "verify": "checksums", "report": ""}
+    overrides = []
+    for setting in arguments.settings:
+        name, _, value = setting.partition("=")
+        if name in own:
+            own[name] = value
+        else:
+            overrides.append(setting)
+    if own["verify"] not in ("checksums", "full"):
+        parser.error(f"verify={own['verify']}: expected checksums or full")
+    if own["task"] not in [*TASKS, "all"]:
+        parser.error(f"task={own['task']}: not a choice; {nearest(own['task'], [*TASKS, 'all'])}")
+
+    reports, failed = {}, 0
+    for name in TASKS if own["task"] == "all" else [own["task"]]:
+        try:
+            chosen = [f"task={name}", *overrides]
+            config = typed(compose_config(chosen))
+            task = make_task(config)
+            started = time.monotonic()
+            dataset = prepare(task, config.paths.cache, num_workers=arguments.workers)
+            opened = time.monotonic() - started
+            verify(dataset)
+            if own["verify"] == "full":
+                compare_with_source(task, dataset)
+            reports[name] = report(task, dataset, opened)
+            show_report(reports[name])
+            if arguments.show:
+                show_examples(task, dataset, arguments.show)
+        except (ValueError, OSError) as error:
+            print(f"error: {name}: {error}", file=sys.stderr)
+            reports[name], failed = {"error": str(error)}, EXIT_USAGE
+        except Exception as error:  # what the composition refused
+            print(f"error: {name}: {explain(error, overrides)}", file=sys.stderr)
+            reports[name], failed = {"error": explain(error, overrides)}, EXIT_USAGE
+    if own["report"]:
+        write_atomically(Path(own["report"]), json.dumps(reports, indent=1) + "\n")
+    return failed
+
+
+def report(task: Task, dataset: Dataset, seconds: float) -> dict[str, Any]:
+    """Facts about each split; the same for every build of the same data, apart from seconds."""
+    splits = {}
+    for split in SPLITS:
+        arrays = getattr(dataset, split)
+        splits[split] = dataset.meta["splits"][split] | {
+            "used_examples": len(arrays),
+            "bytes": sum((dataset.folder / split / f"{a}.npy").stat().st_size for a in ARRAYS),
+        }
+    return {
+        "task": task.name,
+        "source": dataset.meta["source"],
+        "kind": dataset.meta["kind"],
+        "folder": str(dataset.folder),
+        "fingerprint": dataset.fingerprint,
+        "max_length": dataset.meta["max_length"],
+        "build_seconds": dataset.meta["seconds"],
+        "seconds": round(seconds, 3),
+        "splits": splits,
+    }
+
+
+def show_report(facts: dict[str, Any]) -> None:
+    """Print a report for a person."""
+    print(f"{facts['task']}: {facts['source']} [{facts['kind']}]")
+    print(f"  cache        {facts['folder']}, built in {facts['build_seconds']} s, ready in {facts['seconds']} s")
+    print(f"  fingerprint  {facts['fingerprint']}")
+    for split, values in facts["splits"].items():
+        lengths = values["length_percentiles"]
+        print(
+            f"  {split:<6}{values['num_examples']:>9,} examples  "
+            f"length {lengths['0']} / {lengths['50']} / {lengths['100']} (min / median / max)  "
+            f"cut {values['truncated']}  skipped {len(values['skipped'])}  {values['bytes'] / 2**20:,.1f} MiB"
+        )
+        print(f"        labels {values['label_histogram']}")
+        for name in values["skipped"][:10]:
+            print(f"        skipped: {name}")
+
+
+def compare_with_source(task: Task, dataset: Dataset) -> None:
+    """Decode the source again and compare every example with the cache.
+
+    Raises:
+        ValueError: an example differs, or there are more or fewer.
+    """
+    for split in SPLITS:
+        arrays = getattr(dataset, split)
+        count = dataset.meta["splits"][split]["num_examples"]
+        if len(arrays) != count:
+            raise ValueError(f"verify=full needs whole splits; drop task.limit_{split}")
+        index = -1
+        for index, (sequences, label) in enumerate(task.examples(split)):
+            cut = [np.frombuffer(s, np.uint8) if isinstance(s, bytes) else s for s in sequences]
+            same = index < count and arrays.labels[index] == label and all(
+                np.array_equal(arrays.sequence(index, i), values[: task.max_length])
+                for i, values in enumerate(cut)
+            )  # fmt: skip
+            if not same:
+                raise ValueError(f"{dataset.folder / split}: example {index} differs from {task.describe_source()}")
+        if index + 1 != count:
+            raise ValueError(f"{dataset.folder / split}: {count} examples, the source has {index + 1}")
+
+
+def show_examples(task: Task, dataset: Dataset, count: int) -> None:
+    """Print the first training examples as text, or draw them into one PNG."""
+    rows = range(min(count, len(dataset.train)))
+    if task.picture_size is None:
+        for i in rows:
+            for s in range(task.num_sequences):
+                print(f"train {i} label {dataset.train.labels[i]}: {task.decode(dataset.train.sequence(i, s))}")
+        return
+    from PIL import Image
+
+    height, width = task.picture_size
+    columns = int(np.ceil(np.sqrt(len(rows))))
+    sheet = np.full((-(-len(rows) // columns) * (height + 2), columns * (width + 2)), 96, np.uint8)
+    for i in rows:
+        top, left = i // columns * (height + 2), i % columns * (width + 2)
+        picture = np.zeros(height * width, np.uint8)
+        values = dataset.train.sequence(i)
+        picture[: len(values)] = values
+        sheet[top : top + height, left : left + width] = picture.reshape(height, width)
+    path = dataset.folder / "train.png"
+    Image.fromarray(sheet).resize([4 * s for s in sheet.shape[::-1]], Image.Resampling.NEAREST).save(path)
+    print(f"labels {dataset.train.labels[: len(rows)].tolist()}, row by row in {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Look at, check and collect run records.
+
+python scripts/records.py list [task=listops] [model=luna] [status=completed]
+python scripts/records.py show RUN
+python scripts/records.py diff RUN RUN
+python scripts/records.py validate [FILE ...]
+python scripts/records.py merge DIR
+
+RUN is a run id, its beginning, or a file. `merge` adds the records of another results folder; it
+refuses everything if one of them is damaged or differs from the record that is here. With
+`--results DIR` in front: another folder than results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lra.config import flatten  # noqa: E402
+from lra.leaderboard import finished, percent  # noqa: E402
+from lra.records import Record, load, load_all, problems  # noqa: E402
+from lra.task import write_atomically  # noqa: E402
+
+
+def list_records(results: Path, filters: list[str]) -> str:
+    """One line a record, oldest first."""
+    wanted = dict(text.partition("=")[::2] for text in filters)
+    fields = ("task", "model", "recipe", "status", "seed")
+    if not wanted.keys() <= set(fields):
+        raise ValueError(f"{' '.join(filters)}: expected key=value with key in {', '.join(fields)}")
+    records, warnings = load_all(results)
+    lines = []
+    for r in sorted(records, key=lambda r: (finished(r), r.run_id)):
+        if all(str(getattr(r, key)) == value for key, value in wanted.items()):
+            test = percent(100 * r.result.test.accuracy) if r.result else ""
+            lines.append((r.run_id, r.recipe, r.status, f"{r.protocol.data}, {r.protocol.budget}",
+                          test.rjust(6), r.finished_at))  # fmt: skip
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(5)]
+    rows = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
+    return "\n".join([*rows, f"{len(lines)} records", *warnings])
+
+
+def find(results: Path, text: str) -> Path:
+    """The record that `text` names.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    if Path(text).is_file():
+        return Path(text)
+    paths = sorted((results / "runs").glob("*/*/*.json"))
+    found = [p for p in paths if p.stem == text] or [p for p in paths if p.stem.startswith(text)]
+    if len(found) != 1:
+        names = ", ".join(p.stem for p in found[:5]) or f"none among {len(paths)} in {results}"
+        raise ValueError(f"{text}: expected one record, found {names}")
+    return found[0]
+
+
+def show(record: Record) -> str:
+    """A record for people: the curve in a few lines, the packed results left out."""
+    values = json.loads(record.to_json())
+    curve = values.pop("curve")
+    for split in (values["result"] or {}).values():
+        if isinstance(split, dict):
+            split.pop("correct", None)
+    rows = [f"{key}: {value}" for key, value in flatten(values).items()]
+    step = max(1, len(curve) // 10)
+    rows += [f"curve: {point}" for point in [*curve[::step], *curve[-1:]]]
+    return "\n".join(rows)
+
+
+def diff(a: Record, b: Record) -> str:
+    """Where two records differ, except in what every two runs differ in."""
+    sides = [json.loads(r.to_json()) for r in (a, b)]
+    for values in sides:
+        for key in ("run_id", "curve", "speed", "started_at", "finished_at", "config_hash"):
+            values.pop(key)
+        for split in (values["result"] or {}).values():
+            if isinstance(split, dict):
+                split.pop("correct", None)
+    left, right = (flatten(values) for values in sides)
+    keys = sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
+    lines = [f"{k}: {left.get(k)} -> {right.get(k)}" for k in keys]
+    return "\n".join(lines) or "no difference"
+
+
+def validate(paths: list[Path]) -> list[str]:
+    """Complaints about files that are no record or do not fit together."""
+    found = []
+    for path in paths:
+        try:
+            found += [f"{path}: {problem}" for problem in problems(load(path), path)]
+        except (ValueError, OSError) as error:
+            found.append(str(error))
+    return found
+
+
+def merge(results: Path, other: Path) -> str:
+    """Add the records of another results folder (or of its runs/).
+
+    Raises:
+        ValueError: a file is damaged, or a record of that place is here with other content; then
+            nothing is written.
+    """
+    runs = other if other.name == "runs" else other / "runs"
+    paths = sorted(runs.glob("*/*/*.json"))
+    if not paths:
+        raise ValueError(f"{runs}: no records")
+    complaints, new, same = validate(paths), [], 0
+    for path in paths:
+        target = results / "runs" / path.relative_to(runs)
+        if not target.exists():
+            new.append((path, target))
+        elif target.read_bytes() == path.read_bytes():
+            same += 1
+        else:
+            complaints.append(f"{path}: differs from {target}")
+    if complaints:
+        raise ValueError("nothing merged:\n" + "\n".join(complaints))
+    for path, target in new:
+        write_atomically(target, path.read_text(encoding="utf-8"))
+    return f"{len(new)} records added, {same} were here already"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
+    parser.add_argument("command", choices=("list", "show", "diff", "validate", "merge"))
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    results, words = args.results, args.words
+    needed = {"show": 1, "diff": 2, "merge": 1}.get(args.command)
+    if needed is not None and len(words) != needed:
+        parser.error(f"{args.command}: expected {needed} argument(s), got {len(words)}")
+    try:
+        if args.command == "list":
+            print(list_records(results, words))
+        elif args.command == "show":
+            print(show(load(find(results, words[0]))))
+        elif args.command == "diff":
+            print(diff(*(load(find(results, w)) for w in words)))
+        elif args.command == "merge":
+            print(merge(results, Path(words[0])))
+        else:
+            paths = [Path(w) for w in words] or sorted((results / "runs").glob("*/*/*.json"))
+            complaints = validate(paths)
+            print("\n".join([*complaints, f"{len(paths)} files, {len(complaints)} complaints"]))
+            return 1 if complaints else 0
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

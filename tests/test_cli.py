@@ -1,0 +1,230 @@
+"""The command line as a user meets it: run.py in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lra import checkpoint, records
+from lra.cli import compose_config, typed
+
+ROOT = Path(__file__).resolve().parent.parent
+# The synthetic stand-in, cut so short that a run takes a second or two.
+TINY = [
+    "experiment=smoke", "task=listops", "task.num_train=64", "task.num_val=32", "task.num_test=32",
+    "task.min_tree_length=10", "task.max_tree_length=60", "task.max_length=64", "shape.d_model=16",
+    "shape.d_ff=16", "shape.head_hidden=[8]", "train.num_steps=8", "train.warmup_steps=2",
+    "train.eval_every=4", "train.batch_size=4", "train.log_every=1", "train.checkpoint_every=1", "hardware.num_threads=1",
+]  # fmt: skip
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "run.py"), *arguments],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
+    process = start(folder, *arguments)
+    out, err = process.communicate(timeout=300)
+    return process.returncode, out, err
+
+
+def read_record(folder: Path, model: str = "luna") -> records.Record:
+    (path,) = (folder / "outputs/results/runs/listops" / model).glob("*.json")
+    return records.load(path)
+
+
+def timeless(record: records.Record) -> dict[str, object]:
+    values = json.loads(record.to_json())
+    for key in ("speed", "started_at", "finished_at", "overrides", "hardware"):
+        values.pop(key)
+    return values
+
+
+@pytest.mark.parametrize(
+    "argument, expected",
+    [
+        ("train.step=5", ["train.step=5", "unknown key", "did you mean"]),
+        ("+train.step=5", ["train.step=5", "unknown key", "did you mean"]),
+        ("train.num_stesp=5", ["did you mean 'num_steps'"]),
+        ("modle=luna", ["modle=luna", "did you mean 'model'"]),
+        ("task=lisops", ["task=lisops", "did you mean 'listops'"]),
+        ("model=lunna", ["model=lunna", "did you mean 'luna'", "softmax"]),
+        ("model.projection_lenght=4", ["did you mean 'projection_length'"]),
+        ("+model.projection_lenght=4", ["did you mean 'projection_length'"]),
+        ("+task.colour=red", ["task.colour='red'", "unknown key"]),
+        ("seed=abc", ["seed='abc'", "an integer"]),
+        ("seed=-1", ["seed=-1", "expected 0"]),
+        ("train.num_steps=0", ["train.num_steps=0", "at least 1"]),
+        ("train.lr=fast", ["train.lr='fast'", "a number"]),
+        ("shape.dropout=1.5", ["shape.dropout=1.5", "< 1"]),
+        ("shape.num_heads=5", ["shape.num_heads=5", "does not divide shape.d_model=64"]),
+        ("model.tie_kv=maybe", ["model.tie_kv='maybe'", "true or false"]),
+        ("model.activation=relu", ["model.activation='relu'", "softplus"]),
+        ("task.max_length=-3", ["task.max_length=-3", "at least 1"]),
+        ("hardware.device=tpu", ["hardware.device='tpu'", "cuda"]),
+        ("hardware.precision=fp16", ["hardware.precision=fp16", "CPU"]),
+        ("seed=1,2", ["--multirun"]),
+        ("train.warmup_steps=9000", ["train.warmup_steps=9000", "5000"]),
+        ("model._target_=models.luna.Lunna", ["model._target_=models.luna.Lunna", "cannot be imported"]),
+    ],
+)
+def test_bad_arguments_get_one_clear_message_before_any_work(
+    tmp_path: Path, argument: str, expected: list[str]
+) -> None:
+    code, out, err = call(tmp_path, argument)
+    assert code == 2 and "Traceback" not in err
+    assert [line for line in err.splitlines() if line.startswith("error: ")] == [err.splitlines()[0]]
+    for text in expected:
+        assert text in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_hardware_gpu_without_one_is_refused(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    code, _, err = call(tmp_path, "hardware=gpu")
+    assert code == 2 and "hardware.device=cuda" in err and "hardware=cpu" in err
+
+
+def test_a_run_leaves_a_record_and_a_second_start_does_nothing(tmp_path: Path) -> None:
+    code, out, err = call(tmp_path, *TINY)
+    assert code == 0, err
+    record = read_record(tmp_path)
+    assert record.result is not None and record.result.test.num_examples == 32
+    assert record.protocol.data == "synthetic" and record.protocol.budget == "reduced"
+    assert [point["step"] for point in record.curve] == [4, 8]
+    assert record.result.step in (4, 8) and record.hardware["device"] == "cpu"
+    assert record.peak_memory_bytes is None and not record.apples_to_apples
+    correct = records.unpack_correct(record.result.test.correct or "", 32)
+    assert correct.mean() == record.result.test.accuracy
+    assert "Luna-16" in out and str(records.record_path(Path("outputs/results"), "listops", "luna", record.run_id)) in out
+    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"}
+    code, out, _ = call(tmp_path, *TINY)
+    assert code == 0 and "nothing to do" in out
+    after = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"}
+    assert before == after
+
+
+def test_without_a_terminal_there_are_plain_lines_and_no_bar(tmp_path: Path) -> None:
+    _, out, err = call(tmp_path, *TINY)
+    assert "it/s" not in err and "step/s" not in err and "\r" not in out + err
+    assert "val accuracy" in out and "step      8/8" in out
+
+
+def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(tmp_path: Path) -> None:
+    for name in ("one", "two", "killed", "workers"):
+        (tmp_path / name).mkdir()
+    for name in ("one", "two"):
+        assert call(tmp_path / name, *TINY)[0] == 0
+    assert call(tmp_path / "workers", *TINY, "hardware.num_workers=2")[0] == 0
+    process = start(tmp_path / "killed", *TINY)
+    metrics = tmp_path / "killed" / "outputs"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not any(
+        len(p.read_text().splitlines()) >= 4 for p in metrics.glob("*/metrics.jsonl")
+    ):
+        time.sleep(0.002)
+    process.kill()
+    process.communicate()
+    assert not list((tmp_path / "killed").rglob("results"))
+    code, out, err = call(tmp_path / "killed", *TINY)
+    assert code == 0, err
+    assert "resuming at step" in out
+    reference = read_record(tmp_path / "one")
+    for name in ("two", "killed", "workers"):
+        assert timeless(read_record(tmp_path / name)) == timeless(reference), name
+
+    def weights(name: str) -> dict:
+        (folder,) = (tmp_path / name / "outputs").glob("*/checkpoints")
+        return checkpoint.read(checkpoint.checkpoints(folder)[0])["model"]
+
+    for name in ("two", "killed", "workers"):
+        assert all(bool((a == b).all()) for a, b in zip(weights(name).values(), weights("one").values(), strict=True))
+
+
+def test_sigterm_saves_and_leaves_with_a_code_of_its_own(tmp_path: Path) -> None:
+    long = [*TINY, "train.num_steps=4000"]
+    process = start(tmp_path, *long)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    record = read_record(tmp_path)
+    assert record.status == "interrupted" and record.result is None and "SIGTERM" in record.message
+    assert list(tmp_path.glob("outputs/*/checkpoints/step-*.pt"))
+
+
+def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
+    long = [*TINY, "train.num_steps=100000"]
+    first = start(tmp_path, *long)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
+        time.sleep(0.01)
+    code, _, err = call(tmp_path, *long)
+    first.kill()
+    first.communicate()
+    assert code == 2 and "another process is working on this very run" in err
+
+
+def test_relative_paths_are_taken_from_where_the_command_was_started(tmp_path: Path) -> None:
+    assert call(tmp_path, "-m", *TINY, "paths.cache=mine/cache", "seed=0,1")[0] == 0
+    assert list(tmp_path.glob("mine/cache/listops-*/meta.json"))
+    assert len(list(tmp_path.glob("outputs/listops-luna-seed*"))) == 2
+    assert len(list(tmp_path.glob("outputs/results/runs/listops/luna/*.json"))) == 2
+
+
+@pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "configs/recipe").glob("*.yaml")))
+@pytest.mark.parametrize("task", sorted(p.stem for p in (ROOT / "configs/task").glob("*.yaml")))
+@pytest.mark.parametrize("model", sorted(p.stem for p in (ROOT / "configs/model").glob("*.yaml")))
+def test_every_combination_composes_and_builds(model: str, task: str, recipe: str) -> None:
+    import torch
+
+    from lra.build import make_model, make_task, num_params
+
+    choice = [f"model={model}", f"task={task}", f"recipe={recipe}"]
+    for experiment in ([], ["experiment=smoke"]):
+        config = typed(compose_config(choice + experiment))
+        made = make_task(config)
+        with torch.device("meta"):
+            assert num_params(make_model(config, made)) > 1000
+
+
+def test_every_key_of_the_shape_stands_in_every_recipe() -> None:
+    import dataclasses
+
+    from models.shape import Shape
+
+    wanted = {f.name for f in dataclasses.fields(Shape)} - {"vocab_size", "max_length"}
+    for path in (ROOT / "configs/recipe").glob("*.yaml"):
+        assert set(typed(compose_config([f"recipe={path.stem}"])).shape) == wanted, path
+
+
+def test_transformer_is_another_name_of_softmax() -> None:
+    assert typed(compose_config(["model=transformer"])).model == typed(compose_config(["model=softmax"])).model
+
+
+def test_the_vocabulary_does_not_depend_on_hash_seeds() -> None:
+    code = "from lra.tasks.listops import encode; print(encode('[SM 3 [MAX 8 ] 1 ] [MIN [MED 0 9').tolist())"
+    outs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": str(n)}, cwd=ROOT,
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for n in (1, 2, 3)
+    }  # fmt: skip
+    assert len(outs) == 1
