@@ -66,7 +66,9 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
             speeds = [s for s in (r.speed.get("tokens_per_s") for r in cell.runs) if s]
             if not speeds:
                 continue
-            devices |= {f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs}
+            devices |= {
+                f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs
+            }
             x, color = sum(speeds) / len(speeds), styles[row.model]["color"]
             axes.errorbar(x, cell.mean, cell.std or 0, color=color, linewidth=1, capsize=3)
             area = max(25, 400 * used / largest) if used else 45
@@ -119,7 +121,9 @@ def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> F
             for run in cell.runs:
                 for point in run.curve:
                     if point.get("val_accuracy") is not None:
-                        by_step.setdefault(int(point["step"]), []).append(100 * point["val_accuracy"])
+                        by_step.setdefault(int(point["step"]), []).append(
+                            100 * point["val_accuracy"]
+                        )
             steps = sorted(s for s, values in by_step.items() if len(values) == len(cell.runs))
             if not steps:
                 continue

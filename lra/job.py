@@ -71,15 +71,15 @@ def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Re
         if finished is not None:
             return finished
         progress.log = run_dir / "run.log"
-        write_atomically(run_dir / "config.yaml", _yaml(plain))
-        _write_status(run_dir, "running", started_at)
         why_not, baseline_params = compare(config, plain, reference, task, num_params(model))
         protocol = protocol_of(config, plain, reference, task, data)
         _describe(progress, config, task, data, name, model, baseline_params, why_not, protocol, hardware, run_dir)
 
-        from lra.trainer import Diverged, Interrupted, is_out_of_memory, train
+        from lra.trainer import Diverged, Interrupted, Refused, is_out_of_memory, train
 
         status, message, result = "completed", "", None
+        write_atomically(run_dir / "config.yaml", _yaml(plain))
+        _write_status(run_dir, "running", started_at)
         try:
             result = train(
                 model, data, config.train, hardware, seed=config.seed, run_dir=run_dir,
@@ -90,11 +90,8 @@ def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Re
             status, message = "diverged", str(error)
         except Interrupted as error:
             status, message = "interrupted", str(error)
-        except ValueError:
-            _write_status(run_dir, "failed", started_at)
+        except Refused:
             raise
-        except OSError as error:
-            status, message = "failed", f"{type(error).__name__}: {error}"
         except Exception as error:
             status = "out_of_memory" if is_out_of_memory(error) else "failed"
             message = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -408,7 +408,7 @@ def task_table(
     ]
     lines = [(a, b[:24], c[:48], d, e) for a, b, c, d, e in lines]
     width = [max(len(line[i]) for line in lines) for i in range(4)]
-    return f"{TITLES[task]}\n" + "\n".join(
+    return f"{TITLES.get(task, task)}\n" + "\n".join(
         f"{a.ljust(width[0])} {b.ljust(width[1])}  {c.ljust(width[2])}  {d.rjust(width[3])}  {e}"
         for a, b, c, d, e in lines
     )

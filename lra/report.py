@@ -105,7 +105,11 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
     low, high = wilson(test.accuracy, test.num_examples) if test else (None, None)
     protocol, env = record.protocol, record.environment
     curve = _thinned([p for p in record.curve if p.get("val_accuracy") is not None])
-    versions = [f"Python {env.get('python')}", f"torch {env.get('torch')}", f"commit {str(env.get('git_commit'))[:10]}"]
+    versions = [
+        f"Python {env.get('python')}",
+        f"torch {env.get('torch')}",
+        f"commit {str(env.get('git_commit'))[:10]}",
+    ]
     packages = [f"{k} {v}" for k, v in env.get("packages", {}).items() if k != "torch"]
     return {
         "id": record.run_id, "task": record.task, "model": record.model, "recipe": record.recipe,

@@ -73,4 +73,9 @@ def t_95(degrees: int) -> float:
         return T_95[degrees - 1]
     # Expansion in 1 / degrees, Abramowitz and Stegun 26.7.5; off by less than 0.001 from here on.
     z, v = Z_95, degrees
-    return z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v * v)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / v ** (i + 1) for i, term in enumerate(terms))

@@ -43,7 +43,9 @@ class Table:
 
     def is_numeric(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column]]
-        return bool(cells) and all(re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells)
+        return bool(cells) and all(
+            re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells
+        )
 
     def markdown(self) -> str:
         sides = ["---:" if self.is_numeric(j) else "---" for j in range(len(self.header))]

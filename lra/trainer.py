@@ -37,6 +37,10 @@ UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
 CHECKPOINT_INTERVAL_S = 60.0
 
 
+class Refused(ValueError):
+    """The run's folder belongs to another run."""
+
+
 class Diverged(Exception):
     """The loss is no longer a finite number."""
 
@@ -91,7 +95,7 @@ def train(
     `identity` (config hash, data fingerprint) must equal that of a checkpoint found in `run_dir`.
 
     Raises:
-        ValueError: the folder holds checkpoints of another setting.
+        Refused: the folder holds checkpoints of another setting.
         Diverged: the loss became infinite or NaN.
         Interrupted: SIGINT, SIGTERM or SIGUSR1 came; the state is saved and can be resumed.
     """
@@ -274,7 +278,7 @@ def resume(
     """Load the newest readable checkpoint of this very run, or start anew.
 
     Raises:
-        ValueError: the checkpoint belongs to other settings or other data.
+        Refused: the checkpoint belongs to other settings or other data.
     """
     saved, warnings = checkpoint.load_latest(folder)
     for warning in warnings:
@@ -283,7 +287,7 @@ def resume(
         return State()
     for name, value in identity.items():
         if saved["identity"].get(name) != value:
-            raise ValueError(
+            raise Refused(
                 f"{folder}: holds a run with another {name} ({saved['identity'].get(name)}, now {value}); "
                 "choose another paths.outputs or delete that folder"
             )

@@ -31,7 +31,9 @@ def generate(
     for message in [*warnings, *more, *board.notes]:
         say(message)
     # Messages name files relative to the results folder, so that they are the same everywhere.
-    skipped = [w.replace(f"{results}{os.sep}", "").removeprefix("skipped ") for w in warnings + more]
+    skipped = [
+        w.replace(f"{results}{os.sep}", "").removeprefix("skipped ") for w in warnings + more
+    ]
 
     files: dict[str, str | bytes] = {
         "leaderboard.md": tables.markdown(board, skipped),

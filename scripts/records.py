@@ -40,7 +40,10 @@ def list_records(results: Path, filters: list[str]) -> str:
             lines.append((r.run_id, r.recipe, r.status, f"{r.protocol.data}, {r.protocol.budget}",
                           test.rjust(6), r.finished_at))  # fmt: skip
     widths = [max((len(line[i]) for line in lines), default=0) for i in range(5)]
-    rows = ["  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]) for line in lines]
+    rows = [
+        "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]])
+        for line in lines
+    ]
     return "\n".join([*rows, f"{len(lines)} records", *warnings])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -97,3 +98,76 @@ def make_record(
         "finished_at": "2026-01-01T01:00:00+00:00",
     }  # fmt: skip
     return Record(**values | fields)
+
+
+def sixty_records() -> dict[str, Record]:
+    """Sixty records with every case a table must get right, by path under runs/."""
+    later = "2026-02-01T00:00:00Z"
+    records = [
+        make_record(task, model, seed, ACCURACY[task] + (seed - 1) / 100)
+        for model in ("softmax", "luna")
+        for task in ("listops", "text", "retrieval", "image", "pathfinder")
+        for seed in range(3)
+    ]
+    records += [make_record("pathx", "softmax", seed, status="at_chance") for seed in range(3)]
+    records += [make_record("pathx", "luna", 0, status="at_chance"),
+                make_record("pathx", "luna", 1, 0.701)]  # fmt: skip
+    wide = {"model.projection_length": 128}
+    records += [make_record("listops", "luna", seed, 0.38, overrides=wide) for seed in range(2)]
+    records += [make_record("text", "luna", 0, 0.66, overrides=wide)]
+    records += [make_record(task, "nystromformer", seed, ACCURACY[task] + seed / 50)
+                for task in ("listops", "text", "image") for seed in range(2)]  # fmt: skip
+    large = {"num_params": 220_000, "apples_to_apples": False,
+             "why_not": ["220,000 parameters, +15.8 % over softmax"]}  # fmt: skip
+    records += [make_record("listops", "fastformer", seed, **large) for seed in range(3)]
+    dirty = make_record().environment | {"git_dirty": True}
+    records += [make_record("image", "fastformer", 0, data="generated", environment=dirty)]
+    older = make_record("listops", "luna", 0, 0.20, finished_at="2025-12-31T23:00:00-01:00")
+    newer = make_record("text", "softmax", 1, 0.68, finished_at=later)
+    stopped = {"curve": make_record().curve[:5]}
+    records += [
+        make_record("text", "luna", 7, status="diverged", message="step 77: the loss is nan", **stopped),
+        make_record("image", "luna", 7, status="diverged", curve=[]),
+        make_record("pathx", "softmax", 7, status="out_of_memory", curve=[]),
+        make_record("listops", "luna", 7, status="interrupted", **stopped),
+        make_record("listops", "softmax", 7, status="failed", message="OSError: disk full"),
+        make_record("text", "luna", 8, 0.99, data="partial"),
+        make_record("text", "luna", 9, 0.98, data="synthetic"),
+        make_record("listops", "luna", 6, 0.97, budget="reduced", overrides={"train.num_steps": 500}),
+        make_record("listops", "softmax", 0, 0.36, recipe="lra"),
+        make_record("text", "softmax", 0, 0.651, recipe="luna",
+                    protocol=Protocol("files", "full", "test", "best_val", 4000)),
+    ]  # fmt: skip
+    files = {f"{r.task}/{r.model}/{r.run_id}-{r.recipe}.json": r for r in records}
+    files |= {f"{r.task}/{r.model}/again-{r.run_id}.json": r for r in (older, newer)}
+    assert len(files) == 60
+    return files
+
+
+def write_sixty(results: Path) -> None:
+    """The sixty records and a half-written one."""
+    for name, record in sixty_records().items():
+        path = results / "runs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(record.to_json(), encoding="utf-8")
+    half = make_record("image", "luna", 33).to_json()[:400]
+    (results / "runs" / "image" / "luna" / "half-written.json").write_text(half, encoding="utf-8")
+
+
+def benchmark_values(device: str = "cuda", **fields: Any) -> dict[str, Any]:
+    """A benchmark record's content: softmax quadratic, Luna linear, softmax out of memory at 8192."""
+    cells = []
+    for mode in ("train", "inference"):
+        for model, power in (("softmax", 2), ("luna", 1)):
+            for length in (1024, 2048, 4096, 8192):
+                ok = not (model == "softmax" and length == 8192)
+                steps_per_s = 10 * (1024 / length) ** power if ok else None
+                cells.append({
+                    "model": model, "length": length, "mode": mode, "steps_per_s": steps_per_s,
+                    "tokens_per_s": 8 * length * steps_per_s if steps_per_s else None,
+                    "peak_memory_bytes": 2**20 * length**power // 1024 if ok and device == "cuda" else None,
+                    "status": "ok" if ok else "out_of_memory", "spread": 0.02,
+                })  # fmt: skip
+    values = {"schema_version": 1, "device": device, "hardware": "Some Device", "precision": "float32",
+              "threads": 4, "batch_size": 8, "cells": cells, "environment": {"torch": "2.13.0"}}  # fmt: skip
+    return values | fields

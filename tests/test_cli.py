@@ -47,6 +47,7 @@ def timeless(record: records.Record) -> dict[str, object]:
     values = json.loads(record.to_json())
     for key in ("speed", "started_at", "finished_at", "overrides", "hardware"):
         values.pop(key)
+    del values["config"]["hardware"]
     return values
 
 

@@ -30,7 +30,6 @@ class Toy(Task):
 
     sizes: dict[str, int] = field(default_factory=lambda: dict(SIZES))
     rows: dict[str, list[tuple[bytes, int]]] | None = None  # explicit examples instead of random ones
-    reads: list[str] = field(default_factory=list)
 
     @property
     def kind(self) -> Any:

@@ -211,7 +211,8 @@ class _Recipe:
     """Stands for what a pickle wants built: its name, arguments and state. Builds nothing."""
 
     def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
-        self.name, self.args, self.state = name, args, None
+        self.name, self.args = name, args
+        self.state: Any = None
 
     def __call__(self, *args: Any) -> Any:
         if self.name == _ENCODE:  # how older protocols write bytes
@@ -223,7 +224,10 @@ class _Recipe:
 
 
 # The one written in Python: a hostile memo index costs it nothing, while the one in C takes memory.
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in _KNOWN_NAMES:
             raise ValueError(f"names {module}.{name}, which no CIFAR-10 batch needs; refused")
@@ -234,7 +238,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         (size,) = struct.unpack("<Q", self.read(8))
         self.append(self.read(size))
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BYTEARRAY8[0]: load_bytearray8}  # type: ignore[attr-defined]
+    dispatch = {**_PythonUnpickler.dispatch, pickle.BYTEARRAY8[0]: load_bytearray8}
 
 
 def read_batch(data: bytes, where: str, to_grey: Grey = grey_tf) -> list[Row]:
@@ -283,7 +287,7 @@ def _array(recipe: Any) -> np.ndarray:
         if recipe.name in _BUFFERS:
             raw, dtype, shape, order = recipe.args
         else:
-            _, shape, dtype, is_fortran, raw = recipe.state  # type: ignore[misc]
+            _, shape, dtype, is_fortran, raw = recipe.state
             order = "F" if is_fortran else "C"
         kind, raw = _text(dtype.args[0]), _bytes(raw)
     except (TypeError, ValueError, IndexError, AttributeError) as error:

@@ -24,22 +24,18 @@ from __future__ import annotations
 
 import filecmp
 import itertools
-import multiprocessing
-import os
-import signal
 import tarfile
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from lra.task import SPLITS, Example, Task
+from lra.tasks.workers import map_in_order
 
 # A value is a symbol's place here: digits are their own value. The order never changes.
 SYMBOLS = ("0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "[MIN", "[MAX", "[MED", "[SM", "]")
@@ -391,7 +387,7 @@ def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]
         chunks = iter(lambda: list(itertools.islice(stream, LINES_PER_CHUNK)), [])
         jobs = ((str(file), 2 + i * LINES_PER_CHUNK, lines) for i, lines in enumerate(chunks))
         num_rows = 0
-        for rows in _map_in_order(_check_lines, jobs, num_workers):
+        for rows in map_in_order(_check_lines, jobs, num_workers):
             num_rows += len(rows)
             yield from rows
     if not num_rows:
@@ -417,7 +413,7 @@ def generate(
     rows: dict[bytes, int] = {}  # in the order drawn; the first of equal expressions stays
     jobs = ((limits, seed, number, planted) for number in itertools.count())
     history: deque[int] = deque([0], maxlen=PATIENCE_BLOCKS + 1)
-    for block in _map_in_order(draw_block, jobs, num_workers):
+    for block in map_in_order(draw_block, jobs, num_workers):
         start = 0
         for length, label in zip(block.lengths, block.labels, strict=True):
             rows.setdefault(block.tokens[start : start + length], label)
@@ -590,40 +586,3 @@ def _show(text: bytes) -> str:
 
 def _say(limits: Limits) -> str:
     return ", ".join(f"task.{key}={value}" for key, value in limits._asdict().items())
-
-
-Result = TypeVar("Result")
-
-
-def _map_in_order(
-    function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], num_workers: int
-) -> Iterator[Result]:
-    """`function(*job)` of each job, in order; takes few jobs at a time, so they may be endless."""
-    if num_workers <= 1:
-        yield from itertools.starmap(function, jobs)
-        return
-    with ProcessPoolExecutor(num_workers, initializer=_follow_parent) as pool:
-        running: deque[Future[Result]] = deque()
-        try:
-            for job in jobs:
-                running.append(pool.submit(function, *job))
-                if len(running) > 2 * num_workers:
-                    yield running.popleft().result()
-            while running:
-                yield running.popleft().result()
-        finally:
-            for future in running:
-                future.cancel()
-
-
-def _follow_parent() -> None:
-    """Leave interrupts to the parent, and end when it is killed instead of waiting for jobs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()

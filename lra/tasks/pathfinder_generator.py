@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,6 +255,9 @@ class _Tables:
         frame = np.full((self.side, self.side), 255, np.uint8)
         frame[inner, inner] = 0
         self.empty = frame.ravel()
+        inside = np.zeros((self.side, self.side), np.bool_)
+        self.window(inside)[:] = True
+        self.inside = inside.ravel()
 
         # Candidates lie a pixel of arc apart; the original truncates their coordinates.
         arc_J = np.radians(np.arange(0, 360, 360 / (2 * math.pi * radius)))
@@ -301,7 +304,7 @@ class _Tables:
     def point(self, pixel_N: IntArray) -> IntArray:
         return np.stack(np.divmod(pixel_N, self.side), axis=-1) - self.border
 
-    def window(self, maps: ByteArray) -> ByteArray:
+    def window(self, maps: NDArray[Any]) -> NDArray[Any]:
         """The maps without their border, [N, R, R]."""
         inner = slice(self.border, self.border + self.params.resolution)
         return maps.reshape(-1, self.side, self.side)[:, inner, inner]
@@ -343,7 +346,7 @@ class _Tables:
                 self.first_size_HC[heading] = np.maximum(size_C, 0)
         length = max(len(footprint) for footprint in footprints)
         self.footprint_HQ = np.stack([np.resize(footprint, length) for footprint in footprints])
-        self.possible_H = (self.first_size_HC > 0).all(axis=1)
+        self.possible_H: BoolArray = self.first_size_HC.min(axis=1) > 0
         if not self.possible_H.any():
             raise ValueError(
                 f"pathfinder: a target contour finds no place for its seed: {self.params}"
@@ -591,11 +594,13 @@ def _distractors(
         number = try_N[open_N]
         before = maps[open_N]
         contours = _Contours.blank(open_N, 1, params.paddles_per_distractor)
+        # Unlike elsewhere what lies outside does not count when a seed looks for free pixels.
+        blocked = (before > FREE_MAX) & tables.inside
         found_N = _seed_distractors(
-            tables, maps, contours, first_NT[open_N, number], stream_N[open_N], place_T[number]
+            tables, blocked, contours, first_NT[open_N, number], stream_N[open_N], place_T[number]
         )
-        free_N = np.count_nonzero(before <= FREE_MAX, axis=1)
-        rows = np.flatnonzero(found_N & (free_N >= MIN_FREE_SHARE * params.resolution**2))
+        blocked_share_N = np.count_nonzero(blocked, axis=1) / params.resolution**2
+        rows = np.flatnonzero(found_N & (1 - blocked_share_N >= MIN_FREE_SHARE))
         contours = _Contours(*(array[rows] for array in contours))
         place_N = place_T[number[rows]] + seed_places
         done = _grow(tables, maps, contours, stream_N[open_N[rows]], place_N)
@@ -618,7 +623,7 @@ def _distractors(
 
 def _seed_distractors(
     tables: _Tables,
-    maps: ByteArray,
+    blocked: BoolArray,
     contours: _Contours,
     heading_N: IntArray,
     stream_N: StreamArray,
@@ -629,7 +634,7 @@ def _seed_distractors(
     A seed whose head or pivot lies outside gets another heading, as in the original.
     """
     resolution = tables.params.resolution
-    flat = maps.reshape(-1)
+    flat = blocked.reshape(-1)
     found_N = np.zeros(len(heading_N), np.bool_)
     rows = np.arange(len(heading_N))
     for attempt in range(SEED_TRIES):
@@ -643,14 +648,13 @@ def _seed_distractors(
         # from the list of free pixels, which is made only where there is no hit.
         spot_NB = _below(draw_NB[:, 1:-1], resolution**2)
         point_NBC = np.stack(np.divmod(spot_NB, resolution), axis=-1)
-        pixel_NB = (contours.map_N[rows] * maps.shape[1])[:, None] + tables.pixel(point_NBC)
+        pixel_NB = (rows * blocked.shape[1])[:, None] + tables.pixel(point_NBC)
         footprint_NQ = tables.footprint_HQ[heading_N]
-        occupied_NBQ = flat.take(pixel_NB[:, :, None] + footprint_NQ[:, None])
-        free_NB = occupied_NBQ.max(axis=2) <= FREE_MAX
+        free_NB = ~flat.take(pixel_NB[:, :, None] + footprint_NQ[:, None]).any(axis=2)
         tail_NC = point_NBC[np.arange(len(rows)), free_NB.argmax(axis=1)]
         hit_N = free_NB.any(axis=1)
         for row in np.flatnonzero(~hit_N).tolist():
-            free_FC = _free_points(tables, maps[contours.map_N[rows[row]]], footprint_NQ[row])
+            free_FC = _free_points(tables, blocked[rows[row]], footprint_NQ[row])
             if len(free_FC):
                 hit_N[row] = True
                 tail_NC[row] = free_FC[int(draw_NB[row, -1] * len(free_FC))]
@@ -671,14 +675,12 @@ def _seed_distractors(
     return found_N
 
 
-def _free_points(tables: _Tables, occupancy: ByteArray, footprint_Q: IntArray) -> IntArray:
+def _free_points(tables: _Tables, blocked: BoolArray, footprint_Q: IntArray) -> IntArray:
     """All points (y, x) of the window whose footprint is free."""
-    blocked = occupancy > FREE_MAX
-    worst = np.zeros_like(blocked)
+    hit = np.zeros_like(blocked)
     for offset in np.unique(footprint_Q).tolist():
-        # What wraps around comes from the border or goes there.
-        worst |= np.roll(blocked, -offset)
-    return np.argwhere(~tables.window(worst.view(np.uint8))[0].astype(np.bool_))
+        hit |= np.roll(blocked, -offset)
+    return np.argwhere(~tables.window(hit)[0])
 
 
 def _draw(

@@ -1,0 +1,49 @@
+"""Processes that share the work of preparing data; results come in order, for any number of them."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+def map_in_order(
+    function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], num_workers: int
+) -> Iterator[Result]:
+    """`function(*job)` of each job, in order; takes few jobs at a time, so they may be endless."""
+    if num_workers <= 1:
+        yield from itertools.starmap(function, jobs)
+        return
+    with ProcessPoolExecutor(num_workers, initializer=_follow_parent) as pool:
+        running: deque[Future[Result]] = deque()
+        try:
+            for job in jobs:
+                running.append(pool.submit(function, *job))
+                if len(running) > 2 * num_workers:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _follow_parent() -> None:
+    """Leave interrupts to the parent, and end when it is killed instead of waiting for jobs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

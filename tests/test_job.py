@@ -1,0 +1,150 @@
+"""One run from config to record: statuses, protocol, the comparison rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lra import job, records
+from lra.config import RunConfig, fill
+from lra.job import EXIT_CODES, Reference, run_job
+from models.softmax import SoftmaxAttention
+
+SOFTMAX = {"_target_": "models.softmax.SoftmaxAttention", "causal": False}
+SHAPE = {"d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1, "head_hidden": [4]}
+TRAIN = {"num_steps": 8, "batch_size": 8, "lr": 0.01, "warmup_steps": 2, "eval_every": 4}
+
+
+def config(folder: Path, **changes: Any) -> RunConfig:
+    values: dict[str, Any] = {
+        "seed": 0,
+        "task": {"_target_": "tests.toy.Toy", "max_length": 12},
+        "model": dict(SOFTMAX),
+        "shape": dict(SHAPE),
+        "train": dict(TRAIN),
+        "hardware": {"device": "cpu", "num_threads": 1},
+        "logger": {"name": "none"},
+        "paths": {p: str(folder / p) for p in ("data", "cache", "outputs", "results")},
+        "recipe": "nystromformer",
+    }
+    for section, change in changes.items():
+        values[section] = values[section] | change if isinstance(change, dict) else change
+    return fill(RunConfig, values)
+
+
+def run(folder: Path, reference: RunConfig | None = None, **changes: Any) -> records.Record:
+    return run_job(config(folder, **changes), [], Reference(reference, SOFTMAX))
+
+
+def test_a_completed_run_and_its_files(tmp_path: Path) -> None:
+    record = run(tmp_path, config(tmp_path), train={"num_steps": 60, "lr": 0.05})
+    (path,) = (tmp_path / "results/runs/toy/softmax").glob("*.json")
+    assert records.load(path) == record and record.run_id == path.stem
+    assert record.run_id == f"toy-softmax-seed0-{record.config_hash[:8]}" and len(record.run_id) < 100
+    folder = tmp_path / "outputs" / record.run_id
+    assert {p.name for p in folder.iterdir()} >= {"config.yaml", "run.log", "metrics.jsonl", "checkpoints", "status.json"}
+    assert json.loads((folder / "status.json").read_text())["status"] == record.status
+    assert record.data["num_examples"] == {"train": 40, "val": 20, "test": 20}
+    assert record.environment["torch"].startswith(torch.__version__.split("+")[0])
+    assert record.protocol.budget == "full" and record.protocol.data == "generated"
+
+
+@pytest.mark.parametrize(
+    "error, status, code",
+    [
+        (RuntimeError("broken part"), "failed", 1),
+        (torch.OutOfMemoryError("no memory"), "out_of_memory", 4),
+        (OSError(28, "No space left on device"), "failed", 1),
+    ],
+)
+def test_a_failure_leaves_a_record_a_traceback_and_a_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: str, code: int
+) -> None:
+    def fails(self: SoftmaxAttention, *_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SoftmaxAttention, "forward", fails)
+        record = run(tmp_path)
+    assert record.status == status and record.result is None and EXIT_CODES[status] == code
+    assert str(error).split("] ")[-1] in record.message
+    assert "Traceback" in (tmp_path / "outputs" / record.run_id / "traceback.txt").read_text()
+    assert run(tmp_path).status in ("completed", "at_chance")  # the next start replaces it
+
+
+def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = SoftmaxAttention.forward
+    monkeypatch.setattr(SoftmaxAttention, "forward", lambda self, *a: forward(self, *a) * float("nan"))
+    record = run(tmp_path)
+    assert record.status == "diverged" and "step 1: the loss is nan" in record.message
+    assert EXIT_CODES["diverged"] == 3
+
+
+def test_a_constant_predictor_is_at_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = SoftmaxAttention.forward
+    monkeypatch.setattr(SoftmaxAttention, "forward", lambda self, *a: forward(self, *a) * 0.0)
+    assert run(tmp_path).status == "at_chance"
+
+
+@pytest.mark.parametrize("num_classes", [2, 10])
+def test_the_bound_of_chance(num_classes: int) -> None:
+    balanced = [2000 // num_classes] * num_classes
+    chance = 1 / num_classes
+    assert records.is_at_chance(chance, balanced)
+    spread = (chance * (1 - chance) / 2000) ** 0.5
+    assert records.is_at_chance(chance + 2.3 * spread, balanced)
+    assert not records.is_at_chance(chance + 2.4 * spread, balanced)
+    assert records.is_at_chance(0.17, [334, 186, 158, 162, 176, 170, 156, 144, 174, 340])
+
+
+def test_changed_settings_and_a_reduced_budget_are_named(tmp_path: Path) -> None:
+    reference = config(tmp_path, train={"num_steps": 16})
+    record = run(tmp_path, reference, train={"lr": 0.02})
+    assert record.protocol.budget == "reduced" and not record.apples_to_apples
+    assert record.why_not == ["train.lr=0.02 (recipe: 0.01)", "train.num_steps=8 (recipe: 16)"]
+    assert run(tmp_path / "same", config(tmp_path)).why_not == []
+
+
+@pytest.mark.parametrize("params, fair", [(110_000, True), (111_000, False)])
+def test_the_ten_percent_rule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: int, fair: bool
+) -> None:
+    monkeypatch.setattr(job, "num_params", lambda model: 100_000)
+    made = config(tmp_path)
+    task = job.make_task(made)
+    why_not, baseline = job.compare(made, job.resolved(made), Reference(made, SOFTMAX), task, params)
+    assert baseline == 100_000 and (why_not == []) == fair
+    assert fair or why_not == ["111,000 parameters, +11.0 % over softmax"]
+
+
+def test_limited_data_are_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.toy import SIZES, Toy
+
+    monkeypatch.setattr(Toy, "official_sizes", SIZES)
+    assert run(tmp_path / "whole").protocol.data == "generated"
+    record = run(tmp_path / "part", task={"limit_train": 20})
+    assert record.protocol.data == "partial" and record.data["num_examples"]["train"] == 20
+
+
+def test_a_finished_run_on_other_data_is_not_passed_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.toy import Toy
+
+    first = run(tmp_path)
+    assert run(tmp_path) == first
+    monkeypatch.setattr(Toy, "settings", lambda self: {"changed": True})
+    with pytest.raises(ValueError, match="this run is finished, on other data"):
+        run(tmp_path)
+
+
+def test_correctness_bits_round_trip() -> None:
+    import numpy as np
+
+    correct = np.random.default_rng(0).random(21) < 0.5
+    text = records.pack_correct(correct)
+    assert np.array_equal(records.unpack_correct(text, 21), correct)
+    with pytest.raises(ValueError, match="do not hold 99"):
+        records.unpack_correct(text, 99)

@@ -1,0 +1,183 @@
+"""Run records: what a file must hold, and the command that lists, checks and merges them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lra import records
+from lra.records import Record, is_at_chance, load, load_all, pack_correct, save, unpack_correct
+from tests.made_up import make_record, sixty_records, write_sixty
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def command(results: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "scripts" / "records.py"
+    args = [sys.executable, str(script), "--results", str(results), *map(str, words)]
+    return subprocess.run(args, capture_output=True, text=True)
+
+
+def write(folder: Path, record: Record, **changes: Any) -> Path:
+    path = save(record, folder)
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_a_record_survives_its_file(tmp_path: Path) -> None:
+    for record in sixty_records().values():
+        assert load(save(record, tmp_path)) == record
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": "0"}, "seed='0': expected an integer"),
+        ({"accuracy": 0.5}, "accuracy=0.5: unknown key"),
+        ({"status": "done"}, "status='done': not a choice"),
+        ({"schema_version": 99}, "schema_version=99, but this program reads version 1"),
+        ({"schema_version": [1]}, r"schema_version=\[1\]"),
+        ({"result": None}, "does not go with result=None"),
+        ({"protocol": {"data": "files"}}, "protocol.budget is missing"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_file(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, make_record(), **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        load(path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("accuracy", [37.12, -0.1])
+def test_accuracy_is_a_fraction(accuracy: float) -> None:
+    with pytest.raises(ValueError, match=f"accuracy={accuracy}: expected a fraction from 0 to 1"):
+        records.SplitResult(accuracy, 1.0, 2000)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"x"', "\udcff", "[" * 100_000])
+def test_a_damaged_file_is_skipped_with_a_warning(tmp_path: Path, text: str) -> None:
+    good = save(make_record(), tmp_path)
+    bad = good.with_name("bad.json")
+    bad.write_bytes(text.encode("utf-8", "surrogateescape"))
+    found, warnings = load_all(tmp_path)
+    assert len(found) == 1 and len(warnings) == 1 and str(bad) in warnings[0]
+
+
+def test_older_schemas_pass_through_their_migrations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, make_record(seed=3), schema_version=0)
+    values = json.loads(path.read_text())
+    values["network"] = values.pop("model")
+    path.write_text(json.dumps(values))
+    before = path.read_bytes()
+
+    def renamed(old: dict[str, Any]) -> dict[str, Any]:
+        new = {k: v for k, v in old.items() if k != "network"}
+        return new | {"model": old["network"], "schema_version": 1}
+
+    with pytest.raises(ValueError, match="schema_version=0"):
+        load(path)
+    monkeypatch.setitem(records.MIGRATIONS, 0, renamed)
+    assert load(path) == make_record(seed=3)
+    assert path.read_bytes() == before
+
+
+def test_numbers_that_are_not_finite_become_null() -> None:
+    record = make_record(status="diverged", curve=[{"step": 1, "train_loss": float("nan")}])
+    assert json.loads(record.to_json())["curve"] == [{"step": 1, "train_loss": None}]
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 9, 2000])
+def test_packed_results_come_back(n: int) -> None:
+    correct_N = np.random.default_rng(n).random(n) < 0.4
+    text = pack_correct(correct_N)
+    np.testing.assert_array_equal(unpack_correct(text, n), correct_N)
+    with pytest.raises(ValueError, match=f"bits do not hold {n + 8} examples"):
+        unpack_correct(text, n + 8)
+
+
+def test_at_chance_is_the_binomial_bound_of_the_majority_class() -> None:
+    # 10,000 of 20,000: the bound is 0.5 + 2.326 * sqrt(0.25 / 20,000) = 0.50822.
+    assert is_at_chance(0.5082, [10_000, 10_000])
+    assert not is_at_chance(0.5083, [10_000, 10_000])
+    assert is_at_chance(0.18, [340, 1660 // 9] + [184] * 8)
+
+
+def test_list_show_and_diff(tmp_path: Path) -> None:
+    write_sixty(tmp_path)
+    done = command(tmp_path, "list", "task=text", "status=diverged")
+    assert done.returncode == 0 and "1 records" in done.stdout and "text-luna-seed7" in done.stdout
+    assert "half-written.json" in done.stdout
+    assert command(tmp_path, "list", "tsk=text").returncode == 2
+
+    done = command(tmp_path, "show", "listops-fastformer-seed1")
+    assert "num_params: 220000" in done.stdout and "config.train.lr: 0.0001" in done.stdout
+    done = command(tmp_path, "show", "listops-luna")
+    assert done.returncode == 2 and "expected one record, found" in done.stderr
+    assert command(tmp_path, "show", "nothing").returncode == 2
+
+    one, two = make_record(), make_record(overrides={"shape.num_heads": 4})
+    paths = [save(r, tmp_path / "other") for r in (one, two)]
+    done = command(tmp_path, "diff", *paths)
+    assert done.stdout.splitlines() == [
+        "config.shape.num_heads: 2 -> 4",
+        "overrides: ['model=luna', 'task=listops', 'seed=0'] -> "
+        "['model=luna', 'task=listops', 'seed=0', 'shape.num_heads=4']",
+    ]
+    assert command(tmp_path, "diff", paths[0], paths[0]).stdout == "no difference\n"
+
+
+def test_validate_finds_what_does_not_fit_together(tmp_path: Path) -> None:
+    good = save(make_record(), tmp_path)
+    assert command(tmp_path, "validate").returncode == 0
+    record = make_record(seed=1)
+    edited = dataclasses.replace(record, config=record.config | {"train": {}})
+    write(tmp_path, edited)
+    write(tmp_path, make_record(seed=2), finished_at="yesterday")
+    values = json.loads(make_record(seed=3).to_json())
+    values["result"]["test"]["accuracy"] = 0.5
+    write(tmp_path, make_record(seed=3), result=values["result"])
+    moved = good.with_name("moved.json")
+    moved.write_bytes(good.read_bytes())
+    good.with_name("half.json").write_text("{")
+    done = command(tmp_path, "validate")
+    assert done.returncode == 1 and "6 files, 5 complaints" in done.stdout
+    for message in ("not the hash of its config", "finished_at='yesterday': not a time",
+                    "accuracy=0.5, but 740 of 2000 right", "moved.json: holds task listops",
+                    "half.json: not a JSON record"):  # fmt: skip
+        assert message in done.stdout
+    assert command(tmp_path, "validate", good).returncode == 0
+
+
+def test_merge_adds_what_is_new_and_refuses_conflicts(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, seeds in ((here, (0, 1)), (there, (1, 2))):
+        for seed in seeds:
+            save(make_record(seed=seed), folder)
+    done = command(here, "merge", there)
+    assert done.stdout == "1 records added, 1 were here already\n"
+    assert sorted(r.seed for r in load_all(here)[0]) == [0, 1, 2]
+
+    save(make_record(seed=3), there)
+    changed = save(make_record(seed=2, accuracy=0.9), there)
+    before = {p: p.read_bytes() for p in here.rglob("*.json")}
+    done = command(here, "merge", there / "runs")
+    assert done.returncode == 2 and f"{changed}: differs from" in done.stderr
+    assert {p: p.read_bytes() for p in here.rglob("*.json")} == before
+
+    changed.write_text("{")
+    done = command(here, "merge", there)
+    assert done.returncode == 2 and "not a JSON record" in done.stderr
+    assert {p: p.read_bytes() for p in here.rglob("*.json")} == before
+    assert command(here, "merge", tmp_path / "empty").returncode == 2

@@ -1,0 +1,400 @@
+"""The page and the figures: complete, self-contained, safe against what records hold, the same twice."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import re
+import resource
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lra import figures, papers, report, tables
+from lra.benchmarks import load_benchmarks
+from lra.leaderboard import Board, Options, build, load_published
+from lra.records import Record, save
+from tests.browser import CHROMIUM, Browser
+from tests.made_up import benchmark_values, make_record, sixty_records, write_sixty
+
+ROOT = Path(__file__).resolve().parent.parent
+EVIL = "<img src=x onerror=alert(1)>{{data}}</script><script>alert(2)</script>\u2028\"'&$x_{"
+needs_matplotlib = pytest.mark.skipif(bool(figures.unavailable()), reason="matplotlib is missing")
+needs_browser = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
+
+
+def page(records: list[Record], pictures: dict[str, bytes] | None = None, **options: Any) -> str:
+    board = build(records, load_published(), Options(**options))
+    titled = [("Published", tables.published_table(board.published, board.options))]
+    return report.page(board, records, pictures or {}, titled)
+
+
+def content(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert found
+    return json.loads(found[1])
+
+
+class Tags(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_holds_every_run_and_every_cell() -> None:
+    records = list(sixty_records().values())
+    data = content(page(records))
+    assert len(data["runs"]) == 60 and len(data["rows"]) == 7
+    run = dict(zip(data["fields"], data["runs"][0], strict=True))
+    named = {k: data["pool"][v] if k in data["pooled"] else v for k, v in run.items()}
+    assert named["id"] == records[0].run_id and named["test"] == 36.0
+    assert (
+        named["outcome"] == "In the table"
+        and named["command"] == "model=softmax task=listops seed=0"
+    )
+    assert (named["low"], named["high"]) == (33.93, 38.13)
+    row = next(r for r in data["rows"] if r["variant"] == "projection_length=16")
+    cell = row["cells"]["listops"]
+    assert cell["text"] == "37.00 ± 1.00 (3)"
+    assert [records[i].seed for i in cell["runs"]] == [0, 1, 2]
+    outcomes = {data["pool"][r[data["fields"].index("outcome")]] for r in data["runs"]}
+    assert {
+        "In the table",
+        "Diverged",
+        "Synthetic data",
+        "Older run of a setting and seed",
+    } <= outcomes
+
+
+def test_the_page_needs_no_network_and_runs_only_its_own_script() -> None:
+    text = page([make_record(model=EVIL)], {EVIL: b"<svg/>"})
+    tags = Tags(text).found
+    for tag, attributes in tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base")
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, attributes)
+            if name in ("src", "href"):
+                assert value and value.startswith(("data:image/svg+xml;base64,", "#"))
+    assert "@import" not in text and "url(" not in text and "fetch(" not in text
+    scripts = [a.get("type") for tag, a in tags if tag == "script"]
+    assert scripts == ["application/json", None]
+    policy = next(str(a["content"]) for tag, a in tags if a.get("http-equiv"))
+    assert "default-src 'none'" in policy and "'sha256-" in policy
+    assert (
+        "innerHTML" not in text
+        and "insertAdjacentHTML" not in text
+        and "document.write" not in text
+    )
+
+
+def test_names_are_data_never_markup() -> None:
+    records = [
+        make_record(model=EVIL, message=EVIL, run_id=EVIL),
+        make_record(status="failed", message=EVIL),
+    ]
+    text = page(records, {EVIL: b"<svg/>"})
+    assert "<img src=x" not in text and "</script><script>alert" not in text
+    data = content(text)
+    assert data["rows"][0]["model"] == EVIL  # the page shows it as it stands
+    assert text.count("<figure>") == 1
+
+
+def test_the_same_bytes_twice() -> None:
+    records = list(sixty_records().values())
+    assert page(records) == page(records)
+
+
+def test_a_long_curve_is_thinned_to_first_last_and_an_even_choice() -> None:
+    curve = [{"step": s, "val_accuracy": s / 1000} for s in range(0, 1000)]
+    data = content(page([make_record(curve=curve)]))
+    run = dict(zip(data["fields"], data["runs"][0], strict=True))
+    steps = [int(s) for s in data["pool"][run["steps"]].split(",")]
+    assert len(steps) == len(run["curve"]) == report.MAX_POINTS
+    assert (steps[0], steps[-1]) == (0, 999) and run["curve"][-1] == 9990
+    assert {b - a for a, b in zip(steps, steps[1:], strict=False)} <= {31, 32, 33}
+
+
+def test_an_empty_folder_gives_a_page() -> None:
+    data = content(page([]))
+    assert data["runs"] == [] and data["rows"] == []
+
+
+@pytest.fixture(scope="module")
+def board() -> Board:
+    return build(sixty_records().values())
+
+
+@pytest.fixture(scope="module")
+def drawn(board: Board, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("bench")
+    (folder / "benchmarks").mkdir()
+    for device in ("cpu", "cuda"):
+        path = folder / "benchmarks" / f"{device}.json"
+        path.write_text(json.dumps(benchmark_values(device)))
+    return figures.draw(board.rows, load_benchmarks(folder)[0])
+
+
+def svg_text(svg: bytes) -> str:
+    return "\n".join(
+        t.text or "" for t in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    )
+
+
+@needs_matplotlib
+def test_figures_are_named_labelled_and_free_of_dates(drawn: dict[str, bytes]) -> None:
+    assert set(drawn) == {f"{name}.{kind}" for kind in ("svg", "png") for name in
+                          ("accuracy_speed", "learning_curves", "benchmark_cpu", "benchmark_cuda")}  # fmt: skip
+    for name, data in drawn.items():
+        if name.endswith("svg"):
+            text = svg_text(data)
+            assert (
+                b"dc:date" not in data
+                and b"matplotlib.org" not in data.partition(b"<defs>")[0].partition(b"-->")[2]
+            )
+            assert "(%)" in text or "(s)" in text, name  # units on the axes
+        else:
+            assert data.startswith(b"\x89PNG") and b"Software" not in data
+    text = svg_text(drawn["benchmark_cuda.svg"])
+    assert "softmax, slope 2.00 (out of memory at 8192)" in text and "luna, slope 1.00" in text
+    assert "peak memory (GiB)" in text and "peak memory" not in svg_text(drawn["benchmark_cpu.svg"])
+    assert "Some Device, float32, batch 8, 4 threads" in svg_text(drawn["benchmark_cpu.svg"])
+    assert "luna (nystromformer, projection_length=128)" in svg_text(drawn["learning_curves.svg"])
+
+
+@needs_matplotlib
+def test_figures_are_the_same_bytes_in_another_process(
+    drawn: dict[str, bytes], tmp_path: Path
+) -> None:
+    code = (
+        "import sys, hashlib\n"
+        "from lra import figures; from lra.leaderboard import build\n"
+        "from tests.made_up import sixty_records\n"
+        "for k, v in figures.draw(build(sixty_records().values()).rows, []).items():\n"
+        "    open(sys.argv[1] + '/' + k, 'wb').write(v)\n"
+    )
+    env = {"PYTHONHASHSEED": "5", "MPLCONFIGDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, env=env)
+    for path in tmp_path.glob("*.[sp][vn]g"):
+        assert path.read_bytes() == drawn[path.name], path.name
+
+
+@needs_matplotlib
+def test_a_model_keeps_its_style_whoever_else_is_there() -> None:
+    alone, crowd = (figures.model_styles(names) for names in ({"luna"}, {"luna", "softmax", "abc"}))
+    assert alone["luna"] == crowd["luna"]
+    styles = figures.model_styles({f"m{i}" for i in range(20)})
+    assert len({(s["color"], s["marker"]) for s in styles.values()}) == len(styles)
+
+
+@needs_matplotlib
+def test_any_name_can_be_drawn() -> None:
+    drawn = figures.draw(build([make_record(model="$x_{ <b> & é")]).rows, [])
+    assert "$x_{ <b> & é" in svg_text(drawn["learning_curves.svg"])
+
+
+def write_results(results: Path) -> Path:
+    """A folder of made-up results with everything generated; the page's path."""
+    write_sixty(results)
+    (results / "benchmarks").mkdir()
+    (results / "benchmarks" / "gpu.json").write_text(json.dumps(benchmark_values()))
+    evil = make_record("image", EVIL, 0, 0.5)
+    path = results / "runs" / "image" / "evil" / "evil.json"
+    path.parent.mkdir()
+    path.write_text(evil.to_json())
+    script = ROOT / "scripts" / "make_tables.py"
+    subprocess.run([sys.executable, str(script), "--results", str(results)], check=True)
+    return results / "report.html"
+
+
+@pytest.fixture(scope="module")
+def results_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_results(tmp_path_factory.mktemp("page") / "results")
+
+
+class TestInTheBrowser:
+    pytestmark = needs_browser
+
+    def test_it_draws_without_errors_and_asks_for_nothing(self, results_page: Path) -> None:
+        with Browser() as browser:
+            browser.open(results_page)
+            assert browser.errors == []
+            assert [r for r in browser.requests if not r.startswith("data:")] == [
+                results_page.as_uri()
+            ]
+            assert browser.js("document.querySelectorAll('#board table').length") == 3
+            assert browser.js("document.querySelector('#count').textContent") == "61 of 61 runs"
+            assert browser.js("document.querySelectorAll('#pictures img').length") == 3
+            assert browser.js("[...document.images].every((i) => i.naturalWidth > 0)")
+            names = browser.js(
+                "[...document.querySelectorAll('#board tbody th')].map((e) => e.textContent)"
+            )
+            assert EVIL in names
+
+    def test_sorting_puts_empty_cells_last_both_ways(self, results_page: Path) -> None:
+        with Browser() as browser:
+            browser.open(results_page)
+            column = "[...document.querySelectorAll('#board table')].at(-1)"
+            values = f"[...{column}.querySelectorAll('tbody tr')].map((r) => parseFloat(r.children[2].textContent))"
+            for direction in ("descending", "ascending"):
+                browser.js(f"{column}.querySelectorAll('thead button')[2].click()")
+                assert browser.js(f"{column}.querySelectorAll('th')[2].ariaSort") == direction
+                found = browser.js(f"{values}.map((v) => Number.isNaN(v) ? null : v)")
+                known = [v for v in found if v is not None]
+                assert len(known) == 5 and found[5:] == [None]
+                assert known == sorted(known, reverse=direction == "descending")
+
+    def test_filters(self, results_page: Path) -> None:
+        with Browser() as browser:
+            browser.open(results_page)
+
+            def choose(name: str, value: str) -> str:
+                return browser.js(
+                    f"(() => {{ const f = document.forms[0]; f.elements['{name}'].value = '{value}';"
+                    "f.dispatchEvent(new Event('input')); return document.querySelector('#count').textContent })()"
+                )
+
+            assert choose("status", "Diverged") == "2 of 61 runs"
+            assert choose("task", "text") == "1 of 61 runs"
+            assert choose("status", "") == "14 of 61 runs"
+            assert choose("recipe", "luna") == "1 of 61 runs"
+            assert browser.js("document.querySelectorAll('#board table').length") == 1
+            assert choose("recipe", "") == "14 of 61 runs"
+            assert choose("text", "nystrom") == "2 of 61 runs"
+
+    def test_keyboard_alone_opens_and_closes_the_details(self, results_page: Path) -> None:
+        with Browser() as browser:
+            browser.open(results_page)
+            browser.js("document.querySelector('#board button.cell').focus()")
+            browser.press("Enter", 13)
+            assert browser.js("document.querySelector('dialog').open")
+            assert browser.js("document.querySelector('dialog').contains(document.activeElement)")
+            assert browser.js(
+                "document.querySelector('dialog svg').getAttribute('aria-label')"
+            ).startswith("Validation")
+            text = browser.js("document.querySelector('#details').textContent")
+            assert "python run.py model=softmax task=listops" in text
+            assert browser.js("location.hash").startswith("#run=")
+            browser.press("Escape", 27)
+            assert not browser.js("document.querySelector('dialog').open")
+            assert browser.js("document.activeElement.className") == "cell"
+            assert browser.errors == []
+
+    def test_a_link_opens_a_run(self, results_page: Path) -> None:
+        run_id = make_record("text", "luna", 7, status="diverged").run_id
+        with Browser() as browser:
+            browser.open(results_page, f"#run={run_id}")
+            assert browser.js("document.querySelector('#dialog-title').textContent") == run_id
+            assert "step 77: the loss is nan" in browser.js(
+                "document.querySelector('#details').textContent"
+            )
+
+    @pytest.mark.parametrize("dark", [False, True])
+    def test_text_stands_out_from_its_background(self, results_page: Path, dark: bool) -> None:
+        with Browser(dark=dark) as browser:
+            browser.open(results_page)
+
+            def luminance(css: str) -> float:
+                parts = [int(v) / 255 for v in re.findall(r"\d+", css)[:3]]
+                r, g, b = (
+                    v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts
+                )
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+            back = luminance(browser.js("getComputedStyle(document.body).backgroundColor"))
+            assert (back < 0.1) == dark
+            for selector in ("body", ".note", "#board button.cell", "caption", "th button"):
+                color = luminance(
+                    browser.js(f"getComputedStyle(document.querySelector('{selector}')).color")
+                )
+                contrast = (max(color, back) + 0.05) / (min(color, back) + 0.05)
+                assert contrast >= 4.5, (selector, contrast)
+
+    def test_a_phone_scrolls_tables_not_the_page(self, results_page: Path) -> None:
+        with Browser(width=360, height=740) as browser:
+            browser.open(results_page)
+            assert browser.js("document.documentElement.scrollWidth") <= 360
+            browser.js("document.querySelector('#board button.cell').click()")
+            assert (
+                browser.js("document.querySelector('dialog').getBoundingClientRect().right") <= 360
+            )
+
+    def test_names_for_assistive_technology(self, results_page: Path) -> None:
+        with Browser() as browser:
+            browser.open(results_page)
+            unnamed = ("[...document.querySelectorAll('button, select, input, img, [role=region], a')].filter((e) =>"
+                       "!(e.textContent.trim() || e.getAttribute('aria-label') || e.alt || e.closest('label'))).length")  # fmt: skip
+            assert browser.js(unnamed) == 0
+            assert browser.js("document.documentElement.lang") == "en"
+            assert browser.js(
+                "[...document.querySelectorAll('thead th')].every((e) => e.scope === 'col')"
+            )
+
+
+@pytest.mark.slow
+def test_five_thousand_records_in_twenty_seconds_and_five_megabytes(tmp_path: Path) -> None:
+    count = 0
+    for task in ("listops", "text", "retrieval", "image", "pathfinder"):
+        for model in (
+            "softmax",
+            "luna",
+            "nystromformer",
+            "fastformer",
+            "m1",
+            "m2",
+            "m3",
+            "m4",
+            "m5",
+            "m6",
+        ):
+            for heads in range(1, 11):
+                for seed in range(10):
+                    record = make_record(
+                        task, model, seed, 0.3 + seed / 100, overrides={"shape.num_heads": heads}
+                    )
+                    points = [{"step": 50 * i, "train_loss": 1.0, "val_accuracy": (37 * i % 100) / 100,
+                               "val_loss": 1.0, "lr": 1e-4} for i in range(100)]  # fmt: skip
+                    save(dataclasses.replace(record, curve=points), tmp_path)
+                    count += 1
+    assert count == 5000
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = ROOT / "scripts" / "make_tables.py"
+    subprocess.run([sys.executable, str(script), "--results", str(tmp_path)], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time, so that other work on the machine does not count.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 20
+    assert (tmp_path / "report.html").stat().st_size < 5e6
+    if CHROMIUM:
+        with Browser() as browser:
+            browser.open(tmp_path / "report.html")
+            assert browser.js("document.querySelector('#count').textContent") == "5000 of 5000 runs"
+            assert browser.js("document.querySelectorAll('#list tbody tr').length") == 200
+
+
+def test_pictures_are_embedded_as_they_are() -> None:
+    svg = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
+    text = page([make_record()], {"A <title>": svg})
+    assert base64.b64encode(svg).decode() in text and 'alt="A &lt;title&gt;"' in text
+
+
+def test_efficiency_and_paper_tables_can_be_shown(board: Board) -> None:
+    titled = papers.efficiency_tables(
+        board.rows, [], papers.load_efficiency(ROOT / "results/published_efficiency.csv")
+    )
+    data = content(
+        report.page(
+            board, [r for row in board.rows for c in row.cells.values() for r in c.runs], {}, titled
+        )
+    )
+    assert len(data["tables"]) == len(titled) > 5
+    for _, header, rows, numeric in data["tables"]:
+        assert all(len(row) == len(header) == len(numeric) for row in rows)
