@@ -1,7 +1,7 @@
 """Benchmark records: speed and memory by sequence length, one JSON file per device and setting.
 
-`results/benchmarks/<name>.json` holds what `Benchmark` declares. All cells of one file were measured
-on one device in one precision with one batch size, so they may be compared with each other.
+`results/benchmarks/<name>.json` holds what `Benchmark` declares. All cells of one file were
+measured on one device in one precision with one batch size, so they may be compared.
 """
 
 from __future__ import annotations

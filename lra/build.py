@@ -48,13 +48,14 @@ def model_name(model: Mapping[str, Any]) -> str:
 
 
 def resolved(config: RunConfig) -> dict[str, Any]:
-    """The whole config as plain values, defaults filled in and types settled; what a run is hashed by."""
+    """The whole config as plain values, defaults filled in, types settled; hashed as identity."""
     from models.shape import Shape
 
     task_target, task = _target(config.task, "task")
     model_target, model = _target(config.model, "model")
     plain = dataclasses.asdict(config) | {
-        "task": {"_target_": config.task["_target_"]} | check(task_target, task, "task", ["data_dir"]),
+        "task": {"_target_": config.task["_target_"]}
+        | check(task_target, task, "task", ["data_dir"]),
         "model": {"_target_": config.model["_target_"]}
         | check(model_target, model, "model", ["shape"]),
         "shape": check(Shape, config.shape, "shape", ["vocab_size", "max_length"]),

@@ -28,7 +28,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     for path in checkpoints(folder)[KEEP:]:
         path.unlink()
     oldest = step_of(kept[-1])
-    # A best checkpoint that is newer than the oldest kept state, or the newest before it, may be needed.
+    # Kept states may name any best weights newer than the oldest of them, or the newest before it.
     best = sorted(folder.glob("best-*.pt"), key=step_of, reverse=True)
     needed = [p for p in best if step_of(p) > oldest] + [p for p in best if step_of(p) <= oldest][
         :1
@@ -84,10 +84,10 @@ def step_of(path: Path) -> int:
 
 
 def load_latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest readable state, or None, with a warning for each file that had to be passed over."""
+    """The newest readable state, or None, and a warning for each file that was passed over."""
     for stale in folder.glob(".*.tmp"):
         stale.unlink()
-    warnings = []
+    warnings: list[str] = []
     for path in checkpoints(folder):
         try:
             return read(path), warnings
@@ -98,7 +98,7 @@ def load_latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
 def random_states() -> dict[str, Any]:
     """The states of all generators that a model could draw from."""
-    numpy_state = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],

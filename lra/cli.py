@@ -1,4 +1,4 @@
-"""The only module that knows Hydra: composed configs in, typed configs out, complaints in one line."""
+"""The only module that knows Hydra: composed configs in, typed configs and clear messages out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 
 def explain(error: Exception, overrides: list[str]) -> str:
-    """One clear message for what Hydra refused: the key, what is allowed and the nearest known name."""
+    """One message for what Hydra refused: the key, what is allowed and the nearest known name."""
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={choice}: not a choice; {nearest(choice, error.options)}"

@@ -67,15 +67,16 @@ class TrainConfig:
             and not self.allow_unreached_peak
         ):
             raise ValueError(
-                f"train.warmup_steps={self.warmup_steps} is not below train.num_steps={self.num_steps}: "
-                f"the rate would rise to {100 * self.num_steps / self.warmup_steps:.1f} % of its peak "
-                "at most; lower warmup_steps, or set train.allow_unreached_peak=true if that is meant"
+                f"train.warmup_steps={self.warmup_steps} is not below "
+                f"train.num_steps={self.num_steps}: the rate would rise to "
+                f"{100 * self.num_steps / self.warmup_steps:.1f} % of its peak at most; lower "
+                "warmup_steps, or set train.allow_unreached_peak=true if that is meant"
             )
 
 
 @dataclass(frozen=True)
 class HardwareConfig:
-    """Where and how a run computes: changes speed and memory, never batch size, rate or data order."""
+    """Where and how a run computes; changes speed and memory, never rate, batch or data order."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
@@ -145,7 +146,10 @@ def fill(target: Callable[..., T], values: Mapping[str, Any], key: str = "", **c
 
 
 def check(
-    target: Callable[..., Any], values: Mapping[str, Any], key: str = "", context: Iterable[str] = ()
+    target: Callable[..., Any],
+    values: Mapping[str, Any],
+    key: str = "",
+    context: Iterable[str] = (),
 ) -> dict[str, Any]:
     """`values` as arguments of `target`, converted to its annotations, with its defaults filled in.
 
@@ -161,14 +165,16 @@ def check(
     """
     parameters = inspect.signature(target).parameters
     is_dataclass = isinstance(target, type) and dataclasses.is_dataclass(target)
-    function = target if is_dataclass or not isinstance(target, type) else target.__init__
+    function: Any = target if is_dataclass else getattr(target, "__init__", target)
     hints = typing.get_type_hints(function)
     allowed = [name for name in parameters if name not in set(context)]
     prefix = f"{key}." if key else ""
     arguments = {}
     for name, value in values.items():
         if name not in allowed:
-            raise ValueError(f"{prefix}{name}={_show(value)}: unknown key; {nearest(name, allowed)}")
+            raise ValueError(
+                f"{prefix}{name}={_show(value)}: unknown key; {nearest(name, allowed)}"
+            )
         if value != MISSING:
             arguments[name] = convert(value, hints.get(name, Any), f"{prefix}{name}")
     for name in allowed:
@@ -176,7 +182,9 @@ def check(
         if name in arguments:
             continue
         if default is inspect.Parameter.empty:
-            raise ValueError(f"{prefix}{name} is missing; set it in a config or on the command line")
+            raise ValueError(
+                f"{prefix}{name} is missing; set it in a config or on the command line"
+            )
         # A dataclass shows `field(default_factory=...)` as a marker; it fills that in itself.
         if type(default).__name__ != "_HAS_DEFAULT_FACTORY_CLASS":
             arguments[name] = default
@@ -241,7 +249,7 @@ def load_target(path: Any, key: str) -> type:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Identity of a setting: hash of the resolved config without seed, paths, hardware and logger."""
+    """Identity of a setting: hash of the resolved config less seed, paths, hardware and logger."""
     kept = {k: v for k, v in config.items() if k not in ("seed", "paths", "hardware", "logger")}
     # These two change what is written while a run goes on, not its numbers.
     kept["train"] = {

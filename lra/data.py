@@ -1,8 +1,8 @@
 """Cached token arrays on disk, and the batches that a model sees.
 
-A split is three arrays: `tokens.npy` (all sequences end to end, as raw values), `offsets.npy` (where
-each sequence starts; one more entry than sequences) and `labels.npy`. A batch widens the values to
-ids, id = value + 1, so that id 0 is padding in every task and can never be mistaken for data.
+A split is three arrays: `tokens.npy` (all sequences end to end, as raw values), `offsets.npy`
+(where each sequence starts; one more entry than sequences) and `labels.npy`. A batch widens the
+values to ids, id = value + 1, so that id 0 is padding in every task, never data.
 
 Shapes: B batch, S sequences per example, L length, N examples of the split.
 """
@@ -75,8 +75,8 @@ class TokenArrays:
         self.labels = _load(folder / "labels.npy")
         if len(offsets) != len(self.labels) * num_sequences + 1 or offsets[-1] != len(self.tokens):
             raise ValueError(
-                f"{folder}: arrays do not fit together ({len(self.labels)} labels, {len(offsets)} offsets, "
-                f"{len(self.tokens)} tokens); delete the cache folder and prepare the data again"
+                f"{folder}: arrays do not fit together ({len(self.labels)} labels, {len(offsets)} "
+                f"offsets, {len(self.tokens)} tokens); delete the cache folder and prepare again"
             )
         self.starts_NS = offsets[:-1].reshape(-1, num_sequences)
         self.lengths_NS = np.diff(offsets).reshape(-1, num_sequences)
@@ -130,8 +130,8 @@ def _load(path: Path, mmap: bool = False) -> np.ndarray:
             array_ = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(
-            f"{path}: unreadable or truncated cache file ({error}); delete the folder {path.parent.parent} "
-            "and prepare the data again"
+            f"{path}: unreadable or truncated cache file ({error}); delete the folder "
+            f"{path.parent.parent} and prepare the data again"
         ) from None
     return array_
 
@@ -157,11 +157,12 @@ class SplitWriter:
 
     def add(self, sequences: tuple[np.ndarray | bytes, ...], label: int) -> None:
         """Append one example, cut to `max_length` values per sequence (the cut is counted)."""
+        where = f"{self.folder.name}: example {len(self.labels)}"
         if len(sequences) != self.num_sequences:
-            raise ValueError(f"{self.folder.name}: example {len(self.labels)} has {len(sequences)} sequences, "
+            raise ValueError(f"{where} has {len(sequences)} sequences, "
                              f"expected {self.num_sequences}")  # fmt: skip
         if not 0 <= label < self.num_classes:
-            raise ValueError(f"{self.folder.name}: example {len(self.labels)} has label {label}, "
+            raise ValueError(f"{where} has label {label}, "
                              f"expected 0 to {self.num_classes - 1}")  # fmt: skip
         cut = False
         for values in sequences:
@@ -170,14 +171,14 @@ class SplitWriter:
                     values.size
                     and not 0 <= int(values.min()) <= int(values.max()) < self.num_values
                 ):
-                    raise ValueError(f"{self.folder.name}: example {len(self.labels)} has values outside "
+                    raise ValueError(f"{where} has values outside "
                                      f"0 to {self.num_values - 1}")  # fmt: skip
                 values = values.astype(self.dtype)
             self.longest = max(self.longest, len(values))
             cut |= len(values) > self.max_length
             values = values[: self.max_length]
             self.lengths.append(len(values))
-            self.file.write(memoryview(values))
+            self.file.write(values if isinstance(values, bytes) else values.tobytes())
         self.truncated += cut
         self.labels.append(label)
 
@@ -223,7 +224,7 @@ def file_sha256(path: Path) -> str:
 
 
 def num_train_batches(num_examples: int, batch_size: int) -> int:
-    """Batches per epoch: the remainder waits for a later epoch's shuffle; a tiny set is one batch."""
+    """Batches per epoch: the remainder waits for a later shuffle; a tiny set is one batch."""
     return max(1, num_examples // batch_size)
 
 
@@ -262,7 +263,7 @@ def train_batches(
     first_step: int,
     last_step: int,
 ) -> Iterator[np.ndarray]:
-    """Example indices of steps `first_step` .. `last_step`; step 1 is the first batch of epoch 0."""
+    """Example indices of steps `first_step` .. `last_step`; epoch 0 begins with step 1."""
     per_epoch = num_train_batches(len(lengths), batch_size)
     epoch, batches = -1, []
     for step in range(first_step, last_step + 1):

@@ -19,7 +19,7 @@ COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (8, 2, 2, 2)))
 FIRST = ("softmax", "luna", "nystromformer", "fastformer")  # have the same style in every project
-RC = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
+RC: Any = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
       "axes.spines.right": False, "font.size": 8}  # fmt: skip
 MAX_ROWS = 10  # in one panel
 

@@ -33,7 +33,8 @@ class Hardware:
             )
         if kind == "cuda" and config.precision == "bf16" and not torch.cuda.is_bf16_supported():
             raise ValueError(
-                f"hardware.precision=bf16: {torch.cuda.get_device_name()} has no bfloat16; use fp16 or float32"
+                f"hardware.precision=bf16: {torch.cuda.get_device_name()} has no bfloat16; "
+                "use fp16 or float32"
             )
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)

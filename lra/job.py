@@ -1,4 +1,4 @@
-"""One run from config to record: check everything, prepare data, train, write the record, show it."""
+"""One run from config to record: check all, prepare data, train, write and show the record."""
 
 from __future__ import annotations
 
@@ -20,14 +20,21 @@ from lra.task import Dataset, Task, prepare, write_atomically
 
 if TYPE_CHECKING:
     from lra.hardware import Hardware
-    from lra.records import Protocol, Record
+    from lra.records import Protocol, Record, Status
     from lra.trainer import Result
 
 EXIT_CODES = {
-    "completed": 0, "at_chance": 0, "failed": 1, "diverged": 3, "out_of_memory": 4, "interrupted": 75,
+    "completed": 0, "at_chance": 0, "failed": 1, "diverged": 3, "out_of_memory": 4,
+    "interrupted": 75,
 }  # fmt: skip
 # Where data lie says nothing about what a number means.
-NOT_COMPARED = ("task.source", "task.path", "task.strict", "train.log_every", "train.checkpoint_every")
+NOT_COMPARED = (
+    "task.source",
+    "task.path",
+    "task.strict",
+    "train.log_every",
+    "train.checkpoint_every",
+)
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,24 @@ def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Re
         progress.log = run_dir / "run.log"
         why_not, baseline_params = compare(config, plain, reference, task, num_params(model))
         protocol = protocol_of(config, plain, reference, task, data)
-        _describe(progress, config, task, data, name, model, baseline_params, why_not, protocol, hardware, run_dir)
+        _describe(
+            progress,
+            config,
+            task,
+            data,
+            name,
+            model,
+            baseline_params,
+            why_not,
+            protocol,
+            hardware,
+            run_dir,
+        )
 
         from lra.trainer import Diverged, Interrupted, Refused, is_out_of_memory, train
 
-        status, message, result = "completed", "", None
+        status: Status = "completed"
+        message, result = "", None
         write_atomically(run_dir / "config.yaml", _yaml(plain))
         _write_status(run_dir, "running", started_at)
         try:
@@ -123,7 +143,9 @@ def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Re
             curve=result.state.curve if result else _curve_so_far(run_dir),
             speed=_speed_block(result, time.monotonic() - started),
             peak_memory_bytes=hardware.peak_memory_bytes(),
-            hardware=hardware.describe(result.micro_batch_size if result else config.hardware.micro_batch_size),
+            hardware=hardware.describe(
+                result.micro_batch_size if result else config.hardware.micro_batch_size
+            ),
             environment=records.environment(),
             started_at=started_at,
             finished_at=_now(),
@@ -155,7 +177,9 @@ def compare(
             if compared and ours.get(key) != theirs.get(key):
                 why_not.append(f"{key}={ours.get(key)} (recipe: {theirs.get(key)})")
     if 10 * params > 11 * baseline:
-        why_not.append(f"{params:,} parameters, {100 * params / baseline - 100:+.1f} % over softmax")
+        why_not.append(
+            f"{params:,} parameters, {100 * params / baseline - 100:+.1f} % over softmax"
+        )
     return why_not, baseline
 
 
@@ -167,9 +191,15 @@ def protocol_of(
 
     counts = {split: len(getattr(data, split)) for split in ("train", "val", "test")}
     kind: Any = task.kind
-    if kind != "synthetic" and (task.deviations() or (task.official_sizes and counts != task.official_sizes)):
+    if kind != "synthetic" and (
+        task.deviations() or (task.official_sizes and counts != task.official_sizes)
+    ):
         kind = "partial"
-    full = reference.config.train.num_steps * reference.config.train.batch_size if reference.config else 0
+    full = (
+        reference.config.train.num_steps * reference.config.train.batch_size
+        if reference.config
+        else 0
+    )
     extra = task.protocol
     return Protocol(
         data=kind,
@@ -199,8 +229,9 @@ def _finished_record(
         return None
     if record.data["fingerprint"] != data.fingerprint:
         raise ValueError(
-            f"{path}: this run is finished, on other data (fingerprint {record.data['fingerprint'][:12]}, now "
-            f"{data.fingerprint[:12]}); move the record away or choose another paths.results"
+            f"{path}: this run is finished, on other data (fingerprint "
+            f"{record.data['fingerprint'][:12]}, now {data.fingerprint[:12]}); move the record "
+            "away or choose another paths.results"
         )
     progress.say(f"{run_id} is finished ({record.status}); nothing to do. Record: {path}")
     return record
@@ -243,11 +274,14 @@ def _describe(
     rule = "within the 10 % rule" if 10 * params <= 11 * baseline_params else "over the 10 % rule"
     lines = [
         f"run      {run_dir.name}",
-        f"task     {task.name}: {task.describe_source()} [{protocol.data}], {counts} train / val / test",
+        f"task     {task.name}: {task.describe_source()} [{protocol.data}]",
+        f"data     {counts} train / val / test examples of at most {task.max_length:,} tokens",
         f"model    {name}, {params:,} parameters, {ratio:+.1f} % against softmax ({rule})",
-        f"recipe   {config.recipe}" + (f", changed: {'; '.join(why_not)}" if why_not else " as published"),
+        f"recipe   {config.recipe}"
+        + (f", changed: {'; '.join(why_not)}" if why_not else " as published"),
         f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",
-        f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, {protocol.budget})",
+        f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, "
+        f"{protocol.budget})",
         f"output   {run_dir}, record to {config.paths.results / 'runs' / task.name / name}",
     ]
     progress.say("\n".join(lines))
@@ -261,8 +295,9 @@ def _conclude(progress: Progress, record: Record, path: Path, results_dir: Path)
     else:
         test = record.result.test
         progress.say(
-            f"{record.status}: test accuracy {100 * test.accuracy:.2f} % on {test.num_examples:,} examples, "
-            f"step {record.result.step} ({record.protocol.selection}); {duration(record.speed['wall_time_s'] or 0)} in all"
+            f"{record.status}: test accuracy {100 * test.accuracy:.2f} % on {test.num_examples:,} "
+            f"examples, step {record.result.step} ({record.protocol.selection}); "
+            f"{duration(record.speed['wall_time_s'] or 0)} in all"
         )
         progress.say(task_table([record], load_published(), record.task, record.run_id))
     progress.say(f"record   {path}")
@@ -274,7 +309,8 @@ def _result_block(result: Result | None) -> Any:
     if result is None:
         return None
     val, test = (
-        SplitResult(m.accuracy, m.loss, m.num_examples, pack_correct(m.correct_N)) for m in (result.val, result.test)
+        SplitResult(m.accuracy, m.loss, m.num_examples, pack_correct(m.correct_N))
+        for m in (result.val, result.test)
     )
     return RunResult(result.step, dataclasses.replace(val, correct=None), test)
 

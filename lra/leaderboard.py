@@ -1,6 +1,6 @@
 """Which runs count, and which share a cell: records and published figures to rows.
 
-A cell holds the runs of one config hash, one run per seed: mean ± sample deviation (n), in percent.
+A cell holds the runs of one config hash, one a seed: mean ± sample deviation (n), in percent.
 Published rows are kept apart and never enter a mean.
 """
 
@@ -352,8 +352,11 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
     }
     rows: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for i, runs in enumerate(cells):
-        own = [(k, flats[i].get(k)) for k in sorted(keys)
-               if k.startswith("model.") or usual[runs[0].task, k] != {flats[i].get(k)}]  # fmt: skip
+        own = [
+            (k, flats[i].get(k))
+            for k in sorted(keys)
+            if k.startswith("model.") or usual[runs[0].task, k] != {flats[i].get(k)}
+        ]
         rows[tuple(own)].append(i)
     names = [""] * len(cells)
     for indices in rows.values():
@@ -365,7 +368,7 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
 
 
 def overrides(record: Record) -> dict[str, str]:
-    """What the command line set: config keys and the experiment; choices of other files left out."""
+    """What the command line set: config keys and the experiment; other choices of files left out."""
     given, flat = {}, flatten(record.config)
     for text in record.overrides:
         name, _, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""The papers' own tables, our numbers under theirs and the difference; speed and memory likewise."""
+"""The papers' own tables with our numbers under theirs; tables of speed and memory."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Paper:
 
 
 PAPERS = (
-    Paper("lra", "Long Range Arena (Tay et al. 2021, arXiv 2011.04006), Table 1", "LRA paper", "lra",
-          TASKS, {("Transformer", ""): ("softmax", {})}),
+    Paper("lra", "Long Range Arena (Tay et al. 2021, arXiv 2011.04006), Table 1",
+          "LRA paper", "lra", TASKS, {("Transformer", ""): ("softmax", {})}),
     Paper("luna", "Luna (Ma et al. 2021, arXiv 2106.01540)", "Luna paper", "luna",
           AVERAGES["five"],
           {("Transformer", "re-implementation in Luna harness"): ("softmax", {}),
@@ -118,16 +118,21 @@ def errata(paper: Paper, published: Sequence[Published]) -> list[str]:
             mean, text = p.average(tasks), p.cells.get(key)
             copied = key == "avg" and not p.source.startswith(paper.source)
             if mean is not None and text and not copied and abs(mean - float(text)) > 0.00501:
-                found.append(f"{p.model} ({p.variant}): the average over {len(tasks)} tasks is "
-                             f"printed as {text}; its cells give {mean:.2f} ({p.source}).")  # fmt: skip
+                found.append(
+                    f"{p.model} ({p.variant}): the average over {len(tasks)} tasks is printed as "
+                    f"{text}; its cells give {percent(mean)} ({p.source})."
+                )
     return found
 
 
 def paper_markdown(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> str:
     """results/tables/<paper>.md."""
-    parts = [f"# {paper.title}\n", GENERATED, "Accuracy in percent. Measured: mean ± sample standard "
-             f"deviation (number of seeds), recipe {paper.recipe}; difference: measured minus "
-             "published, in points.\n", paper_table(paper, published, rows).markdown()]  # fmt: skip
+    legend = (
+        "Accuracy in percent. Measured: mean ± sample standard deviation (number of seeds), recipe "
+        f"{paper.recipe}; difference: measured minus published, in points.\n"
+    )
+    table = paper_table(paper, published, rows).markdown()
+    parts = [f"# {paper.title}\n", GENERATED, legend, table]
     notes = errata(paper, published)
     if notes:
         parts += ["Errata:\n", "".join(f"- {note}\n" for note in notes)]
@@ -182,7 +187,7 @@ def load_efficiency(path: Path) -> list[Efficiency]:
 
 
 def published_efficiency_tables(rows: Sequence[Efficiency]) -> list[tuple[str, Table]]:
-    """One table per source, metric and hardware, with its title; lengths in the source's own words."""
+    """One table per source, metric and hardware, with its title; lengths as the source has them."""
     groups: dict[tuple[str, str, str], list[Efficiency]] = {}
     for row in rows:
         groups.setdefault((row.source, row.metric, row.hardware), []).append(row)
@@ -215,7 +220,8 @@ def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
                 line = [model]
                 for length in lengths:
                     cell, base = cells.get((model, length)), cells.get(("softmax", length))
-                    value, softmax = cell and read(cell), base and read(base)
+                    value = read(cell) if cell else None
+                    softmax = read(base) if base else None
                     text = "-" if value is None else _figure(value)
                     if cell and cell.status != "ok":
                         text = cell.status.replace("_", " ")
@@ -240,14 +246,28 @@ def runs_table(rows: Sequence[Row]) -> Table:
             }
             lines.append([
                 TITLES[task], row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
-                *(_mean([r.speed.get(k) for r in cell.runs]) for k in ("steps_per_s", "tokens_per_s")),
+                _mean([r.speed.get("steps_per_s") for r in cell.runs]),
+                _mean([r.speed.get("tokens_per_s") for r in cell.runs]),
                 _mean([_mb(r.peak_memory_bytes) for r in cell.runs]),
                 _mean([_hours(r.speed.get("train_time_s")) for r in cell.runs]),
                 str(run.config.get("train", {}).get("batch_size", "")),
                 str(run.protocol.max_length), "; ".join(sorted(hardware)),
             ])  # fmt: skip
-    header = ["Task", "Model", "Recipe", "Variant", "Params", "Times softmax", "Steps/s", "Tokens/s",
-              "Peak memory, MB", "Train hours", "Batch", "Max. length", "Hardware"]  # fmt: skip
+    header = [
+        "Task",
+        "Model",
+        "Recipe",
+        "Variant",
+        "Params",
+        "Times softmax",
+        "Steps/s",
+        "Tokens/s",
+        "Peak memory, MB",
+        "Train hours",
+        "Batch",
+        "Max. length",
+        "Hardware",
+    ]
     order = {title: i for i, title in enumerate(TITLES.values())}
     return Table(header, sorted(lines, key=lambda line: (order[line[0]], line[1:4])))
 
@@ -266,8 +286,11 @@ def efficiency_markdown(
     tables: Sequence[tuple[str, Table]], published: Sequence[Efficiency]
 ) -> str:
     """results/tables/efficiency.md."""
-    parts = ["# Speed and memory\n", GENERATED, "Numbers compare within one table only: each was "
-             "measured on one device with one batch size. `-`: not counted on that device.\n"]  # fmt: skip
+    legend = (
+        "Numbers compare within one table and one device only. In a benchmark's table, batch and "
+        "precision are the same for all. `-`: not counted on that device.\n"
+    )
+    parts = ["# Speed and memory\n", GENERATED, legend]
     for title, table in tables:
         parts += [f"## {escape_markdown(title)}\n", table.markdown()]
     notes = [f"- {p.source}, {p.model} {p.variant} at {p.length}, {METRICS[p.metric]}: {p.note}.\n"

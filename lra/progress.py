@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere, and a log file."""
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere, and a log file."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Progress:
     def evaluation(self, row: dict[str, Any], *, best: bool) -> None:
         """One line per evaluation."""
         self.say(
-            f"step {row['step']:>6}  train loss {row['train_loss']:.4f}  val loss {row['val_loss']:.4f}  "
-            f"val accuracy {100 * row['val_accuracy']:.2f} %{'  best' if best else ''}"
+            f"step {row['step']:>6}  train loss {row['train_loss']:.4f}  "
+            f"val loss {row['val_loss']:.4f}  val accuracy {100 * row['val_accuracy']:.2f} %"
+            + ("  best" if best else "")
         )
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The run record: one JSON file per run, typed, versioned, written whole; tables come from these only."""
+"""The run record: one JSON file per run, typed, versioned, written whole; tables need no more."""
 
 from __future__ import annotations
 
@@ -191,7 +191,9 @@ def problems(record: Record, path: Path) -> list[str]:
         except ValueError as error:
             return [*found, str(error)]
         if abs(correct_N.mean() - test.accuracy) > 1e-9:
-            found.append(f"accuracy={test.accuracy}, but {correct_N.sum()} of {len(correct_N)} right")
+            found.append(
+                f"accuracy={test.accuracy}, but {correct_N.sum()} of {len(correct_N)} right"
+            )
     return found
 
 
@@ -232,10 +234,15 @@ def environment() -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """Commit of the checkout and whether code or configs differ from it; None outside a checkout."""
+    """Commit of the checkout, and whether code or configs differ from it; None outside one."""
+
     def git(*args: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(folder), *args], capture_output=True, text=True, check=True, timeout=20
+            ["git", "-C", str(folder), *args],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
         ).stdout.strip()
 
     try:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lra.config import flatten
 from lra.leaderboard import LEFT_OUT, TITLES, Board
 from lra.records import Record
 from lra.statistics import wilson
@@ -100,17 +101,10 @@ def content(
 
 def describe(record: Record, outcome: str) -> dict[str, Any]:
     """One run as flat values; the page shows them and draws `curve`."""
-    result, speed, machine = record.result, record.speed, record.hardware
+    result, speed = record.result, record.speed
     test = result.test if result else None
     low, high = wilson(test.accuracy, test.num_examples) if test else (None, None)
-    protocol, env = record.protocol, record.environment
     curve = _thinned([p for p in record.curve if p.get("val_accuracy") is not None])
-    versions = [
-        f"Python {env.get('python')}",
-        f"torch {env.get('torch')}",
-        f"commit {str(env.get('git_commit'))[:10]}",
-    ]
-    packages = [f"{k} {v}" for k, v in env.get("packages", {}).items() if k != "torch"]
     return {
         "id": record.run_id, "task": record.task, "model": record.model, "recipe": record.recipe,
         "seed": record.seed, "outcome": outcome, "message": record.message,
@@ -118,21 +112,27 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
         "low": low and _rounded(100 * low, 2), "high": high and _rounded(100 * high, 2),
         "val": result and _rounded(100 * result.val.accuracy, 4), "step": result and result.step,
         "params": record.num_params, "baseline": record.baseline_params,
-        "protocol": f"data: {protocol.data}, budget: {protocol.budget}, validation: {protocol.validation}, "
-                    f"selection: {protocol.selection}, max. length {protocol.max_length}"
-                    + (f", difficulty: {protocol.difficulty}" if protocol.difficulty else ""),
+        "protocol": listed(vars(record.protocol)),
         "why_not": "; ".join(record.why_not),
         "overrides": ", ".join(o for o in record.overrides if "." in o.split("=")[0]),
-        "steps_per_s": _rounded(speed.get("steps_per_s")), "tokens_per_s": _rounded(speed.get("tokens_per_s")),
+        "steps_per_s": _rounded(speed.get("steps_per_s")),
+        "tokens_per_s": _rounded(speed.get("tokens_per_s")),
         "train_s": _rounded(speed.get("train_time_s")),
         "memory_mb": record.peak_memory_bytes and _rounded(record.peak_memory_bytes / 2**20, 1),
-        "hardware": ", ".join(f"{k} {v}" for k, v in machine.items() if v is not None),
-        "environment": ", ".join(versions + packages + ["uncommitted changes"] * bool(env.get("git_dirty"))),
-        "data": f"{record.data.get('source', '')}, fingerprint {str(record.data.get('fingerprint', ''))[:12]}",
+        "hardware": listed(record.hardware), "environment": listed(record.environment),
+        "data": listed(record.data),
         "finished": record.finished_at, "command": shlex.join(record.overrides),
         "steps": ",".join(str(p["step"]) for p in curve),
         "curve": [round(1e4 * p["val_accuracy"]) for p in curve],  # hundredths of a percent
     }  # fmt: skip
+
+
+def listed(values: Mapping[str, Any]) -> str:
+    """Nested values in one line, without what is empty; a hash by its first twelve digits."""
+    flat = {k: str(v) for k, v in flatten(values).items() if v not in (None, {}, "")}
+    return ", ".join(
+        f"{k} {v[:12] if re.fullmatch('[0-9a-f]{40,}', v) else v}" for k, v in flat.items()
+    )
 
 
 def _rounded(value: float | None, digits: int = 3) -> float | None:

@@ -1,7 +1,8 @@
 """What a task is, and how its source becomes a cache once, atomically.
 
-A task is a dataclass that derives from `Task`: its fields are the keys of `configs/task/<name>.yaml`.
-It says where its data come from and yields examples; everything else (cache, batches, metrics) is shared.
+A task is a dataclass that derives from `Task`: its fields are the keys of
+`configs/task/<name>.yaml`. It says where its data come from and yields examples; everything else
+(cache, batches, metrics) is shared.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The three splits of a prepared task, the report of their preparation and their fingerprint."""
+    """The three splits of a prepared task, and the report of their preparation."""
 
     train: TokenArrays
     val: TokenArrays
@@ -134,8 +135,8 @@ class Dataset:
 def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
     """SHA-256 over the files' names and bytes, wherever they lie.
 
-    Reading gigabytes at every start would be slow, so the result is remembered under the files' paths,
-    sizes and modification times.
+    Reading gigabytes at every start would be slow, so the result is remembered under the files'
+    paths, sizes and modification times.
     """
     if not files:
         return ""
@@ -158,7 +159,7 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write to a temporary name beside `path`, then rename: readers see the old file or the new one."""
+    """Write to a temporary name beside `path`, then rename: readers see the old file or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -210,11 +211,16 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
     """Open a finished cache folder and apply the task's limits."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        splits = {split: TokenArrays(folder / split, task.num_sequences, task.max_length) for split in SPLITS}
+        splits = {
+            split: TokenArrays(folder / split, task.num_sequences, task.max_length)
+            for split in SPLITS
+        }
         for split, arrays in splits.items():
             if len(arrays) != meta["splits"][split]["num_examples"]:
-                raise ValueError(f"{folder}: {split} has {len(arrays)} examples, its meta.json says "
-                                 f"{meta['splits'][split]['num_examples']}; delete the folder and prepare again")  # fmt: skip
+                raise ValueError(
+                    f"{folder}: {split} has {len(arrays)} examples, its meta.json says "
+                    f"{meta['splits'][split]['num_examples']}; delete the folder and prepare again"
+                )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder / 'meta.json'}: damaged ({error}); delete the folder and prepare again"
@@ -232,8 +238,8 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
 def truncation(task: Task, split: str, report: dict[str, Any]) -> str:
     """How many examples of a split do not fit, in words."""
     return (
-        f"task '{task.name}': {report['truncated']} of {report['num_examples']} {split} examples are "
-        f"longer than task.max_length={task.max_length} (longest: {report['longest_source']})"
+        f"task '{task.name}': {report['truncated']} of {report['num_examples']} {split} examples "
+        f"are longer than task.max_length={task.max_length} (longest: {report['longest_source']})"
     )
 
 
@@ -264,7 +270,8 @@ def verify(dataset: Dataset) -> None:
             path = dataset.folder / split / f"{name}.npy"
             if file_sha256(path) != dataset.meta["splits"][split]["sha256"][name]:
                 raise ValueError(
-                    f"{path}: checksum differs from meta.json; delete {dataset.folder} and prepare again"
+                    f"{path}: checksum differs from meta.json; delete {dataset.folder} "
+                    "and prepare again"
                 )
 
 

@@ -105,7 +105,7 @@ def train(
     scaler = torch.amp.GradScaler(hardware.device.type, enabled=hardware.config.precision == "fp16")
     state = resume(folder, model, optimizer, scaler, identity, progress)
     cut_metrics(run_dir / "metrics.jsonl", state.step)
-    forward = torch.compile(model, dynamic=True) if hardware.config.compile else model
+    forward: Any = torch.compile(model, dynamic=True) if hardware.config.compile else model
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
     batches = load_batches(
@@ -114,13 +114,14 @@ def train(
 
     def save() -> None:
         checkpoint.save(folder, state.step, {
-            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-            "random": checkpoint.random_states(), "state": vars(state), "identity": identity,
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(), "random": checkpoint.random_states(),
+            "state": vars(state), "identity": identity,
         })  # fmt: skip
 
     def evaluate_on(split: TokenArrays) -> Metrics:
         return evaluate(
-            forward, split, hardware, batch_size=cfg.batch_size, pad_to=pad_to, check=stop.check
+            forward, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=stop.check
         )
 
     recent: list[
@@ -202,7 +203,7 @@ def train(
                 state.timed_examples += len(batch)
                 state.timed_tokens += num_tokens
 
-            # Reading the loss makes the host wait for the device, so losses are read some steps at a time.
+            # Reading the loss makes the host wait for the device, so it is done every few steps.
             saving = cfg.checkpoint_every and state.step % cfg.checkpoint_every == 0
             evaluating = state.step % cfg.eval_every == 0 or state.step == cfg.num_steps
             if state.step % cfg.log_every == 0 or evaluating or saving or stop.requested:
@@ -216,8 +217,10 @@ def train(
                 bad = next((r for r in rows if not math.isfinite(r["loss"])), None)
                 if bad:
                     state.step = int(bad["step"])
-                    raise Diverged(f"step {bad['step']}: the loss is {bad['loss']}; lower train.lr, "
-                                   "lengthen train.warmup_steps or set train.clip_norm")  # fmt: skip
+                    raise Diverged(
+                        f"step {bad['step']}: the loss is {bad['loss']}; lower train.lr, lengthen "
+                        "train.warmup_steps or set train.clip_norm"
+                    )
                 bar.update(rows, state)
             if stop.requested:
                 save()
@@ -244,7 +247,7 @@ def accumulate(
     hardware: Hardware,
     scaler: torch.amp.GradScaler,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the batch's gradient to the parameters; return its loss and number of hits, on the device."""
+    """Add the batch's gradient to the parameters; return its loss and hits, on the device."""
     loss = torch.zeros((), device=hardware.device)
     hits = torch.zeros((), device=hardware.device, dtype=torch.int64)
     for micro in batch.split(micro_batch_size):
@@ -288,8 +291,8 @@ def resume(
     for name, value in identity.items():
         if saved["identity"].get(name) != value:
             raise Refused(
-                f"{folder}: holds a run with another {name} ({saved['identity'].get(name)}, now {value}); "
-                "choose another paths.outputs or delete that folder"
+                f"{folder}: holds a run with another {name} ({saved['identity'].get(name)}, "
+                f"now {value}); choose another paths.outputs or delete that folder"
             )
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -308,7 +311,7 @@ def load_batches(
     first_step: int,
     pad_to: int | None,
 ) -> Iterator[tuple[Batch, int]]:
-    """Batches on the device with their number of real tokens; the same for any number of workers."""
+    """Batches on the device and their numbers of real tokens, whatever the number of workers."""
     indices = train_batches(
         split.lengths, cfg.batch_size, seed=seed, bucketing=cfg.length_bucketing,
         first_step=first_step, last_step=cfg.num_steps,
@@ -338,7 +341,7 @@ class _Batches(torch.utils.data.Dataset):
 def read_back(
     recent: list[tuple[int, torch.Tensor, torch.Tensor, float]], state: State
 ) -> list[dict[str, Any]]:
-    """Losses and accuracies of the last steps as rows for metrics.jsonl; waits for the device once."""
+    """The last steps as rows for metrics.jsonl; waits for the device once."""
     losses = torch.stack([loss for _, loss, _, _ in recent]).tolist()
     hits = torch.stack([hit for _, _, hit, _ in recent]).tolist()
     first = state.step - len(recent) + 1
@@ -386,7 +389,7 @@ class _Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[_Stop]:
-    """Catch SIGINT, SIGTERM and SIGUSR1 (Slurm's early warning) once; a second one acts as usual."""
+    """Catch SIGINT, SIGTERM and SIGUSR1 (Slurm's early warning) once; a second acts as usual."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

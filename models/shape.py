@@ -1,4 +1,4 @@
-"""Sizes and layout that all models of one comparison share; free of torch, so configs validate fast."""
+"""Sizes and layout that all models of one comparison share; free of torch, so it loads fast."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Shape:
-    """One architecture around the mixer. The task gives `vocab_size` and `max_length`; the recipe the rest.
+    """The architecture around a mixer: the task gives its ids and length, a recipe the rest.
 
     Raises:
-        ValueError: a size is not positive, a rate is outside [0, 1), or heads do not divide the width.
+        ValueError: a size is not positive, a rate outside [0, 1), or heads do not divide the width.
     """
 
     vocab_size: int  # ids 0 .. vocab_size - 1; 0 is padding

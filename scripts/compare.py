@@ -97,7 +97,8 @@ def report(names: tuple[str, str], sides: list[dict[int, Record]]) -> str:
     lines = [f"{TITLES[first.task]}, test accuracy in percent, {first.result.test.num_examples:,} "
              f"examples, seeds {', '.join(map(str, seeds))}"]  # fmt: skip
     width = max(map(len, names))
-    lines += [f"  {n.ljust(width)}  {c}  recipe {c.runs[0].recipe}" for n, c in zip(names, cells, strict=True)]  # fmt: skip
+    for name, cell in zip(names, cells, strict=True):
+        lines.append(f"  {name.ljust(width)}  {cell}  recipe {cell.runs[0].recipe}")
     lines.append(f"difference              {100 * result.difference:+.2f} points")
     lines.append(f"95 % over test examples {_interval(result.over_examples)}")
     if result.over_seeds:

@@ -87,7 +87,7 @@ def _title(stem: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR",
-                        help="folder of runs/ and of everything generated (default: results)")  # fmt: skip
+                        help="where runs/ lies and tables go (default: results)")  # fmt: skip
     parser.add_argument("--recipe", help="only this recipe")
     parser.add_argument("--task", action="append", choices=leaderboard.TASKS,
                         help="only this task; may be given several times")  # fmt: skip
@@ -98,7 +98,7 @@ def main() -> int:
     parser.add_argument("--no-published", action="store_true", help="leave out published rows")
     parser.add_argument("--no-figures", action="store_true", help="leave figures as they are")
     parser.add_argument("--check", action="store_true",
-                        help="write nothing; name stale files and exit with 1 if there are any")  # fmt: skip
+                        help="write nothing; name stale files, exit with 1 if any")  # fmt: skip
     args = parser.parse_args()
     try:
         options = leaderboard.Options(

@@ -34,9 +34,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="task=NAME|all, verify=full, report=FILE")
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="show N examples as a person can read them")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="task=NAME|all, verify=full, report=FILE"
+    )
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="show N examples as a person can read them"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)"
+    )
     arguments = parser.parse_intermixed_args()
     own = {"task": "", "verify": "checksums", "report": ""}
     overrides = []
@@ -103,14 +109,18 @@ def report(task: Task, dataset: Dataset, seconds: float) -> dict[str, Any]:
 def show_report(facts: dict[str, Any]) -> None:
     """Print a report for a person."""
     print(f"{facts['task']}: {facts['source']} [{facts['kind']}]")
-    print(f"  cache        {facts['folder']}, built in {facts['build_seconds']} s, ready in {facts['seconds']} s")
+    print(
+        f"  cache        {facts['folder']}, built in {facts['build_seconds']} s, "
+        f"ready in {facts['seconds']} s"
+    )
     print(f"  fingerprint  {facts['fingerprint']}")
     for split, values in facts["splits"].items():
         lengths = values["length_percentiles"]
         print(
             f"  {split:<6}{values['num_examples']:>9,} examples  "
             f"length {lengths['0']} / {lengths['50']} / {lengths['100']} (min / median / max)  "
-            f"cut {values['truncated']}  skipped {len(values['skipped'])}  {values['bytes'] / 2**20:,.1f} MiB"
+            f"cut {values['truncated']}  skipped {len(values['skipped'])}  "
+            f"{values['bytes'] / 2**20:,.1f} MiB"
         )
         print(f"        labels {values['label_histogram']}")
         for name in values["skipped"][:10]:
@@ -136,9 +146,14 @@ def compare_with_source(task: Task, dataset: Dataset) -> None:
                 for i, values in enumerate(cut)
             )  # fmt: skip
             if not same:
-                raise ValueError(f"{dataset.folder / split}: example {index} differs from {task.describe_source()}")
+                raise ValueError(
+                    f"{dataset.folder / split}: example {index} differs from "
+                    f"{task.describe_source()}"
+                )
         if index + 1 != count:
-            raise ValueError(f"{dataset.folder / split}: {count} examples, the source has {index + 1}")
+            raise ValueError(
+                f"{dataset.folder / split}: {count} examples, the source has {index + 1}"
+            )
 
 
 def show_examples(task: Task, dataset: Dataset, count: int) -> None:
@@ -147,7 +162,8 @@ def show_examples(task: Task, dataset: Dataset, count: int) -> None:
     if task.picture_size is None:
         for i in rows:
             for s in range(task.num_sequences):
-                print(f"train {i} label {dataset.train.labels[i]}: {task.decode(dataset.train.sequence(i, s))}")
+                text = task.decode(dataset.train.sequence(i, s))
+                print(f"train {i} label {dataset.train.labels[i]}: {text}")
         return
     from PIL import Image
 
@@ -161,7 +177,9 @@ def show_examples(task: Task, dataset: Dataset, count: int) -> None:
         picture[: len(values)] = values
         sheet[top : top + height, left : left + width] = picture.reshape(height, width)
     path = dataset.folder / "train.png"
-    Image.fromarray(sheet).resize([4 * s for s in sheet.shape[::-1]], Image.Resampling.NEAREST).save(path)
+    Image.fromarray(sheet).resize(
+        [4 * s for s in sheet.shape[::-1]], Image.Resampling.NEAREST
+    ).save(path)
     print(f"labels {dataset.train.labels[: len(rows)].tolist()}, row by row in {path}")
 
 

@@ -17,12 +17,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Browser:
-    """One page. `errors` collects script errors and refused content; `requests` every URL asked for."""
+    """One page. `errors`: script errors and refused content; `requests`: every URL asked for."""
 
     def __init__(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         assert CHROMIUM
         self.profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        # Chromium reads commands from descriptor 3 and answers on 4; keep our own ends clear of both.
+        # Chromium reads commands from descriptor 3 and answers on 4: keep our ends clear of both.
         ends = (*os.pipe(), *os.pipe())
         to_browser, self.write, self.read, from_browser = (
             fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends
@@ -37,8 +37,10 @@ class Browser:
             os.dup2(to_browser, 3)
             os.dup2(from_browser, 4)
 
-        self.process = subprocess.Popen(command, preexec_fn=as_3_and_4, close_fds=False,
-                                        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            command, preexec_fn=as_3_and_4, close_fds=False, stdout=quiet, stderr=quiet
+        )
         os.close(to_browser)
         os.close(from_browser)
         self.buffer, self.number, self.session = b"", 0, ""
@@ -106,10 +108,10 @@ class Browser:
 
     def press(self, key: str, code: int) -> None:
         """A key press where the focus is."""
+        params: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         text = {"text": "\r"} if key == "Enter" else {}
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key,
-                      windowsVirtualKeyCode=code, **(text if kind == "keyDown" else {}))  # fmt: skip
+        self.call("Input.dispatchKeyEvent", type="keyDown", **params, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **params)
 
     def screenshot(self, path: Path, *, full: bool = False) -> None:
         """Save what is in view, or the whole page, as PNG."""

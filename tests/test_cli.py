@@ -21,7 +21,8 @@ TINY = [
     "experiment=smoke", "task=listops", "task.num_train=64", "task.num_val=32", "task.num_test=32",
     "task.min_tree_length=10", "task.max_tree_length=60", "task.max_length=64", "shape.d_model=16",
     "shape.d_ff=16", "shape.head_hidden=[8]", "train.num_steps=8", "train.warmup_steps=2",
-    "train.eval_every=4", "train.batch_size=4", "train.log_every=1", "train.checkpoint_every=1", "hardware.num_threads=1",
+    "train.eval_every=4", "train.batch_size=4", "train.log_every=1",
+    "train.checkpoint_every=1", "hardware.num_threads=1",
 ]  # fmt: skip
 
 
@@ -76,7 +77,10 @@ def timeless(record: records.Record) -> dict[str, object]:
         ("hardware.precision=fp16", ["hardware.precision=fp16", "CPU"]),
         ("seed=1,2", ["--multirun"]),
         ("train.warmup_steps=9000", ["train.warmup_steps=9000", "5000"]),
-        ("model._target_=models.luna.Lunna", ["model._target_=models.luna.Lunna", "cannot be imported"]),
+        (
+            "model._target_=models.luna.Lunna",
+            ["model._target_=models.luna.Lunna", "cannot be imported"],
+        ),
     ],
 )
 def test_bad_arguments_get_one_clear_message_before_any_work(
@@ -84,7 +88,9 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
 ) -> None:
     code, out, err = call(tmp_path, argument)
     assert code == 2 and "Traceback" not in err
-    assert [line for line in err.splitlines() if line.startswith("error: ")] == [err.splitlines()[0]]
+    assert [line for line in err.splitlines() if line.startswith("error: ")] == [
+        err.splitlines()[0]
+    ]
     for text in expected:
         assert text in err
     assert not list(tmp_path.iterdir())
@@ -110,11 +116,19 @@ def test_a_run_leaves_a_record_and_a_second_start_does_nothing(tmp_path: Path) -
     assert record.peak_memory_bytes is None and not record.apples_to_apples
     correct = records.unpack_correct(record.result.test.correct or "", 32)
     assert correct.mean() == record.result.test.accuracy
-    assert "Luna-16" in out and str(records.record_path(Path("outputs/results"), "listops", "luna", record.run_id)) in out
-    before = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"}
+    assert (
+        "Luna-16" in out
+        and str(records.record_path(Path("outputs/results"), "listops", "luna", record.run_id))
+        in out
+    )
+    before = {
+        p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"
+    }
     code, out, _ = call(tmp_path, *TINY)
     assert code == 0 and "nothing to do" in out
-    after = {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"}
+    after = {
+        p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"
+    }
     assert before == after
 
 
@@ -124,7 +138,9 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar(tmp_path: Path) -> 
     assert "val accuracy" in out and "step      8/8" in out
 
 
-def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(tmp_path: Path) -> None:
+def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(
+    tmp_path: Path,
+) -> None:
     for name in ("one", "two", "killed", "workers"):
         (tmp_path / name).mkdir()
     for name in ("one", "two"):
@@ -152,7 +168,10 @@ def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(tmp
         return checkpoint.read(checkpoint.checkpoints(folder)[0])["model"]
 
     for name in ("two", "killed", "workers"):
-        assert all(bool((a == b).all()) for a, b in zip(weights(name).values(), weights("one").values(), strict=True))
+        assert all(
+            bool((a == b).all())
+            for a, b in zip(weights(name).values(), weights("one").values(), strict=True)
+        )
 
 
 def test_sigterm_saves_and_leaves_with_a_code_of_its_own(tmp_path: Path) -> None:
@@ -216,11 +235,15 @@ def test_every_key_of_the_shape_stands_in_every_recipe() -> None:
 
 
 def test_transformer_is_another_name_of_softmax() -> None:
-    assert typed(compose_config(["model=transformer"])).model == typed(compose_config(["model=softmax"])).model
+    assert (
+        typed(compose_config(["model=transformer"])).model
+        == typed(compose_config(["model=softmax"])).model
+    )
 
 
 def test_the_vocabulary_does_not_depend_on_hash_seeds() -> None:
-    code = "from lra.tasks.listops import encode; print(encode('[SM 3 [MAX 8 ] 1 ] [MIN [MED 0 9').tolist())"
+    row = "[SM 3 [MAX 8 ] 1 ] [MIN [MED 0 9"
+    code = f"from lra.tasks.listops import encode; print(encode('{row}').tolist())"
     outs = {
         subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": str(n)}, cwd=ROOT,

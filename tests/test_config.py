@@ -37,7 +37,10 @@ def test_good_values_pass_and_integers_serve_as_numbers() -> None:
         ({"lr": float("nan")}, ("train.lr=nan", "above 0")),
         ({"lr": -1}, ("train.lr=-1.0", "above 0")),
         ({"lr": "fast"}, ("train.lr='fast'", "a number")),
-        ({"schedule": "one_cycel"}, ("train.schedule='one_cycel'", "did you mean 'one_cycle'", "cosine")),
+        (
+            {"schedule": "one_cycel"},
+            ("train.schedule='one_cycel'", "did you mean 'one_cycle'", "cosine"),
+        ),
         ({"length_bucketing": "yes"}, ("train.length_bucketing='yes'", "true or false")),
         ({"length_bucketing": 1}, ("train.length_bucketing=1", "true or false")),
         ({"betas": [0.9]}, ("train.betas=[0.9]", "a list of 2")),
@@ -55,7 +58,9 @@ def test_bad_values_are_refused_by_key(changes: dict, expected: tuple[str, ...])
 def test_a_warmup_that_outlasts_training_is_refused_with_the_share_it_would_reach() -> None:
     long = {"num_steps": 5000, "warmup_steps": 8000}
     refused(long, "train.warmup_steps=8000", "5000", "62.5 %", "allow_unreached_peak")
-    assert fill(TrainConfig, TRAIN | long | {"allow_unreached_peak": True}, "train").num_steps == 5000
+    assert (
+        fill(TrainConfig, TRAIN | long | {"allow_unreached_peak": True}, "train").num_steps == 5000
+    )
 
 
 def test_hardware_ranges() -> None:
@@ -82,7 +87,14 @@ def test_nested_classes_and_context() -> None:
 
 
 def test_hash_ignores_seed_place_and_machine_but_nothing_else() -> None:
-    config = {"seed": 0, "paths": {"data": "a"}, "hardware": {}, "logger": {}, "train": dict(TRAIN), "model": {}}
+    config = {
+        "seed": 0,
+        "paths": {"data": "a"},
+        "hardware": {},
+        "logger": {},
+        "train": dict(TRAIN),
+        "model": {},
+    }
     other = config | {"seed": 1, "paths": {"data": "b"}, "hardware": {"device": "cuda"}}
     assert config_hash(config) == config_hash(other)
     assert config_hash(config) == config_hash(config | {"train": TRAIN | {"log_every": 3}})

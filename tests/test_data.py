@@ -37,7 +37,9 @@ def test_a_batch_holds_ids_above_the_padding_and_true_lengths(tmp_path: Path) ->
     assert batch.tokens_BSL[1, 0, :4].tolist() == [1, 10, 4, 0]  # value 0 is not padding
     assert batch.lengths_BS[:, 0].tolist() == [1, 3, 0]
     assert batch.labels_B.tolist() == [1, 1, 0]
-    assert toy_data(tmp_path, rows=rows, max_length=70).val.batch(np.arange(3)).tokens_BSL.shape == (3, 1, 64)
+    assert toy_data(tmp_path, rows=rows, max_length=70).val.batch(
+        np.arange(3)
+    ).tokens_BSL.shape == (3, 1, 64)
     padded = toy_data(tmp_path, rows=rows).val.batch(np.array([2]), pad_to=12)
     assert padded.tokens_BSL.shape == (1, 1, 12)
 
@@ -51,7 +53,9 @@ def test_truncation_is_counted_and_an_error_under_strict(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"1 of 3 train .*max_length=10 \(longest: 12\)"):
         toy_data(tmp_path / "strict", rows=rows, max_length=10, strict=True)
     assert not list((tmp_path / "strict" / "cache").glob("toy-*/"))
-    with pytest.raises(ValueError, match="1 of 3 train"):  # also when the cut cache is there already
+    with pytest.raises(
+        ValueError, match="1 of 3 train"
+    ):  # also when the cut cache is there already
         toy_data(tmp_path, rows=rows, max_length=10, strict=True)
 
 
@@ -97,7 +101,8 @@ def test_damaged_meta_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "row, message", [((bytes([10]), 0), "a value is outside 0 to 9"), ((b"1", 2), "label 2, expected 0 to 1")]
+    "row, message",
+    [((bytes([10]), 0), "a value is outside 0 to 9"), ((b"1", 2), "label 2, expected 0 to 1")],
 )
 def test_examples_outside_the_vocabulary_or_the_classes_are_refused(
     tmp_path: Path, row: tuple[bytes, int], message: str
@@ -163,7 +168,9 @@ def test_bucketing_pads_less_without_sorting_the_epoch_by_length() -> None:
 
 def test_steps_continue_where_they_left_off() -> None:
     def steps(first: int, last: int) -> list[list[int]]:
-        batches = train_batches(LENGTHS, 32, seed=3, bucketing=True, first_step=first, last_step=last)
+        batches = train_batches(
+            LENGTHS, 32, seed=3, bucketing=True, first_step=first, last_step=last
+        )
         return [b.tolist() for b in batches]
 
     whole = steps(1, 25)  # ten batches an epoch: the cut falls inside an epoch and at its end
@@ -211,7 +218,8 @@ def test_opening_a_cache_maps_the_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    subprocess.run(["true"], check=False).returncode != 0 or not Path("/dev/full").exists(), reason="needs Linux"
+    subprocess.run(["true"], check=False).returncode != 0 or not Path("/dev/full").exists(),
+    reason="needs Linux",
 )
 def test_a_full_disk_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lra.data

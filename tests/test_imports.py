@@ -31,7 +31,9 @@ def test_layers_import_downwards_only(path: Path) -> None:
     if "models" in path.relative_to(ROOT).parts:
         assert not packages & {"lra", "hydra", "omegaconf"}
         return
-    concrete = {n for n in names if n.startswith("models.") and n.split(".")[1] not in SHARED_MODEL_CODE}
+    concrete = {
+        n for n in names if n.startswith("models.") and n.split(".")[1] not in SHARED_MODEL_CODE
+    }
     assert not concrete
     if path.name != "cli.py":  # the one place that knows Hydra
         assert not packages & {"hydra", "omegaconf"}
@@ -40,13 +42,15 @@ def test_layers_import_downwards_only(path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--help"], ["model=luna", "task=listops", "--cfg", "job"]])
 def test_help_and_config_import_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys, runpy; sys.argv = ['run.py', *%r]\n"
+        f"import sys, runpy; sys.argv = ['run.py', *{arguments!r}]\n"
         "try: runpy.run_path('run.py', run_name='__main__')\n"
         "except SystemExit: pass\n"
         "heavy = {'torch', 'datasets', 'wandb', 'pandas', 'matplotlib', 'PIL'} & set(sys.modules)\n"
         "print('HEAVY', sorted(heavy))"
-    ) % (arguments,)
-    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert out.stdout.rstrip().endswith("HEAVY []"), out.stdout
     assert len(out.stdout) > 500
 
@@ -54,7 +58,8 @@ def test_help_and_config_import_nothing_heavy(arguments: list[str]) -> None:
 def test_nothing_needs_dead_or_foreign_frameworks() -> None:
     code = (
         "import sys\n"
-        "for name in ('tensorflow', 'jax', 'torchtext', 'torchvision', 'scipy'): sys.modules[name] = None\n"
+        "for name in ('tensorflow', 'jax', 'torchtext', 'torchvision', 'scipy'):\n"
+        "    sys.modules[name] = None\n"
         "import pkgutil, importlib, lra, models, lra.tasks\n"
         "for package in (models, lra, lra.tasks):\n"
         "    for info in pkgutil.iter_modules(package.__path__):\n"

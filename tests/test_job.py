@@ -44,9 +44,17 @@ def test_a_completed_run_and_its_files(tmp_path: Path) -> None:
     record = run(tmp_path, config(tmp_path), train={"num_steps": 60, "lr": 0.05})
     (path,) = (tmp_path / "results/runs/toy/softmax").glob("*.json")
     assert records.load(path) == record and record.run_id == path.stem
-    assert record.run_id == f"toy-softmax-seed0-{record.config_hash[:8]}" and len(record.run_id) < 100
+    assert (
+        record.run_id == f"toy-softmax-seed0-{record.config_hash[:8]}" and len(record.run_id) < 100
+    )
     folder = tmp_path / "outputs" / record.run_id
-    assert {p.name for p in folder.iterdir()} >= {"config.yaml", "run.log", "metrics.jsonl", "checkpoints", "status.json"}
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.yaml",
+        "run.log",
+        "metrics.jsonl",
+        "checkpoints",
+        "status.json",
+    }
     assert json.loads((folder / "status.json").read_text())["status"] == record.status
     assert record.data["num_examples"] == {"train": 40, "val": 20, "test": 20}
     assert record.environment["torch"].startswith(torch.__version__.split("+")[0])
@@ -78,7 +86,9 @@ def test_a_failure_leaves_a_record_a_traceback_and_a_code(
 
 def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = SoftmaxAttention.forward
-    monkeypatch.setattr(SoftmaxAttention, "forward", lambda self, *a: forward(self, *a) * float("nan"))
+    monkeypatch.setattr(
+        SoftmaxAttention, "forward", lambda self, *a: forward(self, *a) * float("nan")
+    )
     record = run(tmp_path)
     assert record.status == "diverged" and "step 1: the loss is nan" in record.message
     assert EXIT_CODES["diverged"] == 3
@@ -116,7 +126,9 @@ def test_the_ten_percent_rule(
     monkeypatch.setattr(job, "num_params", lambda model: 100_000)
     made = config(tmp_path)
     task = job.make_task(made)
-    why_not, baseline = job.compare(made, job.resolved(made), Reference(made, SOFTMAX), task, params)
+    why_not, baseline = job.compare(
+        made, job.resolved(made), Reference(made, SOFTMAX), task, params
+    )
     assert baseline == 100_000 and (why_not == []) == fair
     assert fair or why_not == ["111,000 parameters, +11.0 % over softmax"]
 
@@ -130,7 +142,9 @@ def test_limited_data_are_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert record.protocol.data == "partial" and record.data["num_examples"]["train"] == 20
 
 
-def test_a_finished_run_on_other_data_is_not_passed_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_on_other_data_is_not_passed_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.toy import Toy
 
     first = run(tmp_path)

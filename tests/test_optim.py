@@ -12,7 +12,9 @@ from lra.optim import learning_rate, make_optimizer
 
 
 def config(schedule: str, **changes: object) -> TrainConfig:
-    values = dict(num_steps=50, batch_size=1, lr=0.01, warmup_steps=10, eval_every=1, schedule=schedule)
+    values = dict(
+        num_steps=50, batch_size=1, lr=0.01, warmup_steps=10, eval_every=1, schedule=schedule
+    )
     return TrainConfig(**(values | changes))  # type: ignore[arg-type]
 
 
@@ -25,7 +27,9 @@ def test_one_cycle_equals_pytorch(warmup: int) -> None:
         total_steps=cfg.num_steps,
     )  # fmt: skip
     for step in range(1, cfg.num_steps + 1):
-        assert learning_rate(step, cfg) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15)
+        assert learning_rate(step, cfg) == pytest.approx(
+            optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-15
+        )
         optimizer.step()
         if step < cfg.num_steps:
             theirs.step()
@@ -46,9 +50,9 @@ def test_rsqrt_peaks_at_lr_over_root_of_warmup() -> None:
     assert max(learning_rate(s, cfg) for s in range(1, 51)) == pytest.approx(0.05 / math.sqrt(10))
     assert learning_rate(50, cfg) == pytest.approx(0.05 / math.sqrt(49))
     # LRA's ListOps: 1.58e-3 at step 1,000.
-    assert learning_rate(1001, config("rsqrt", lr=0.05, warmup_steps=1000, num_steps=5000)) == pytest.approx(
-        1.58e-3, rel=2e-3
-    )
+    assert learning_rate(
+        1001, config("rsqrt", lr=0.05, warmup_steps=1000, num_steps=5000)
+    ) == pytest.approx(1.58e-3, rel=2e-3)
 
 
 def test_cosine_counts_from_the_end_of_the_warmup() -> None:
@@ -65,6 +69,8 @@ def test_constant() -> None:
 
 def test_optimizer_takes_its_settings() -> None:
     model = torch.nn.Linear(2, 2)
-    group = make_optimizer(model, config("constant", betas=(0.5, 0.6), eps=1e-5, weight_decay=0.3)).param_groups[0]
+    group = make_optimizer(
+        model, config("constant", betas=(0.5, 0.6), eps=1e-5, weight_decay=0.3)
+    ).param_groups[0]
     assert group["betas"] == (0.5, 0.6) and group["eps"] == 1e-5 and group["weight_decay"] == 0.3
     assert len(group["params"]) == 2

@@ -4,6 +4,8 @@ Rasters and pictures of the original program lie in `../shared` beside the repos
 folder the tests that need them are skipped and the numbers kept here stand for them.
 """
 
+from __future__ import annotations
+
 import csv
 import functools
 import math
@@ -20,30 +22,35 @@ from lra.tasks.pathfinder_generator import PathfinderParams, Pictures, generate,
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared folder")
-LEVELS = {"easy": "curv_baseline", "intermediate": "curv_contour_length_9"}
-LEVELS["hard"] = "curv_contour_length_14"
-
-# Over 1,500 pictures of the original at 32 pixels, hard: mean over the pictures, spread between them.
-ORIGINAL_32_HARD = {
-    "mean": (20.116, 1.95),
-    "sd": (50.865, 2.47),
-    "non-zero": (0.3407, 0.0366),
-    "above 127": (0.08482, 0.00860),
-    "distractors": (1.1427, 0.913),
+LEVELS = {
+    "easy": "curv_baseline",
+    "intermediate": "curv_contour_length_9",
+    "hard": "curv_contour_length_14",
 }
 
 
 @functools.cache
-def pictures(resolution: int, difficulty: str, count: int, seed: int = 0) -> Pictures:
-    return generate(params_for(resolution, difficulty), seed, 0, count)
+def pictures(resolution: int, difficulty: str, count: int) -> Pictures:
+    return generate(params_for(resolution, difficulty), 0, 0, count)
 
 
-def same(a: Pictures, b: Pictures) -> bool:
-    return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(Pictures))
+def assert_same(a: Pictures, b: Pictures) -> None:
+    for field in fields(Pictures):
+        np.testing.assert_array_equal(getattr(a, field.name), getattr(b, field.name), field.name)
 
 
 def rows(a: Pictures, low: int, high: int) -> Pictures:
-    return Pictures(*(getattr(a, f.name)[low:high] for f in fields(Pictures)))
+    return Pictures(*(getattr(a, field.name)[low:high] for field in fields(Pictures)))
+
+
+def distances(p: Pictures) -> np.ndarray:
+    return np.hypot(*(p.markers_N2C[:, 0].astype(float) - p.markers_N2C[:, 1]).T)
+
+
+def turns(p: Pictures) -> np.ndarray:
+    """Absolute turns in degrees, [N, turns of both contours]."""
+    turn = (np.diff(p.headings_NSP, axis=2) + 180) % 360 - 180
+    return np.abs(turn).reshape(len(turn), -1)
 
 
 # Rasters ------------------------------------------------------------------------------------------
@@ -312,20 +319,286 @@ class Naive:
 
 
 @pytest.mark.parametrize(
-    ("params", "indices"),
+    ("params", "count"),
     [
-        (params_for(32, "hard"), range(2)),
-        (params_for(32, "easy"), range(12)),
-        (params_for(64, "easy"), range(2)),
-        (params_for(128, "easy", 6), range(3)),
+        (params_for(32, "hard"), 2),
+        (params_for(32, "easy"), 12),
+        (params_for(64, "intermediate", 12), 4),
+        (params_for(128, "easy", 6), 3),
+        (params_for(256, "easy", 1), 1),
     ],
-    ids=["32-hard", "32-easy", "64-easy", "128-easy"],
+    ids=["32-hard", "32-easy", "64-intermediate", "128-easy", "256-easy"],
 )
-def test_pictures_equal_the_slow_version(params: PathfinderParams, indices: range) -> None:
-    fast = generate(params, seed=5, start=0, count=len(indices))
-    for index in indices:
+def test_pictures_equal_the_slow_version(params: PathfinderParams, count: int) -> None:
+    fast = generate(params, seed=5, start=0, count=count)
+    for index in range(count):
         slow = Naive(params, 5, index).picture()
         for field in fields(Pictures):
             if field.name != "headings_NSP":
                 expected, actual = getattr(slow, field.name)[0], getattr(fast, field.name)[index]
-                np.testing.assert_array_equal(actual, expected, err_msg=field.name)
+                np.testing.assert_array_equal(actual, expected, err_msg=f"{field.name} {index}")
+
+
+# Contract -----------------------------------------------------------------------------------------
+
+
+def test_any_division_gives_the_same_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = params_for(128, "easy")
+    whole = generate(params, 7, 100, 24)
+    for low, high in ((0, 1), (1, 11), (11, 24), (5, 5)):
+        assert_same(generate(params, 7, 100 + low, high - low), rows(whole, low, high))
+    monkeypatch.setattr(pg, "CHUNK", 5)
+    monkeypatch.setattr(pg, "MAP_BYTES", 1)
+    assert_same(generate(params, 7, 100, 24), whole)
+
+
+def test_seed_and_index_make_the_picture() -> None:
+    params = params_for(32, "easy")
+    a, b = generate(params, 0, 0, 100), generate(params, 1, 0, 100)
+    images = np.concatenate([a.images_NRR, b.images_NRR]).reshape(200, -1)
+    assert len(np.unique(images, axis=0)) == 200
+    assert 30 < (a.labels_N != b.labels_N).sum() < 70
+
+
+@pytest.mark.parametrize("resolution", [32, 128, 256])
+def test_truth_fits_the_picture(resolution: int) -> None:
+    p = pictures(resolution, "easy", 150)
+    params = params_for(resolution, "easy")
+    assert p.images_NRR.shape == (150, resolution, resolution) and p.images_NRR.dtype == np.uint8
+    assert (p.images_NRR.max(axis=(1, 2)) == 255).all()
+    assert (p.images_NRR.min(axis=(1, 2)) == 0).all()
+    assert set(p.labels_N.tolist()) == {0, 1}
+    assert set(p.margins_N.tolist()) == set(params.margins)
+    seen = set()
+    for n in range(150):
+        origins, terminals = p.origins_NSC[n].tolist(), p.terminals_NSC[n].tolist()
+        marked = origins.index(p.markers_N2C[n, 0].tolist())
+        other = marked if p.labels_N[n] else 1 - marked
+        assert p.markers_N2C[n, 1].tolist() == terminals[other]
+        seen.add((marked, int(p.labels_N[n])))
+        for y, x in p.markers_N2C[n].tolist():
+            # A marker has the value 1; at 32 pixels distractors can be brighter, up to 1.2.
+            assert p.images_NRR[n, y, x] >= (255 if resolution > 32 else 212)
+        for y, x in origins + terminals:
+            assert p.images_NRR[n, max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2].max() > 80
+    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    gap = np.hypot(*(p.origins_NSC[:, 0].astype(float) - p.origins_NSC[:, 1]).T)
+    assert (abs(gap - params.seed_distance) < 0.75).all()
+    assert turns(p).max() < 90 / params.continuity
+
+
+def test_first_seeds_lie_where_the_original_puts_them() -> None:
+    p = pictures(32, "easy", 150)
+    assert np.unique(p.origins_NSC[:, 0]).tolist() == [14, 15, 16]
+    assert p.headings_NSP[:, 0, 0].min() >= -150 and p.headings_NSP[:, 0, 0].max() <= -121
+
+
+@pytest.mark.parametrize(
+    ("resolution", "margin", "count"), [(32, 1, 30), (64, 1, 95), (128, 2, 354), (128, 3, 360)]
+)
+def test_number_of_usable_degrees(resolution: int, margin: int, count: int) -> None:
+    usable = pg._tables(params_for(resolution, "hard"), margin).usable_H
+    assert usable.shape == (360,) and usable.sum() == count
+    if resolution == 64:
+        assert np.flatnonzero(~usable).tolist() == [45, *range(96, 360)]  # -135 and from -84 on
+
+
+def test_halves_are_rounded_as_in_the_original() -> None:
+    images = pictures(128, "easy", 150).images_NRR
+    assert (images == 229).any() and not (images == 230).any()  # 0.9 * 255
+    images = generate(params_for(32, "easy", 0), 0, 0, 100).images_NRR
+    assert (images == 157).any() and not (images == 158).any()  # 1.5 * 105
+    assert (images == 71).any() and not (images == 70).any()  # 1.5 * 47
+
+
+@pytest.mark.parametrize(
+    ("resolution", "difficulty", "expected"),
+    [(32, "hard", 5), (32, "intermediate", 6), (32, "easy", 10), (64, "hard", 5)]
+    + [(128, "hard", 8), (256, "hard", 7)],
+)
+def test_default_number_of_distractors(resolution: int, difficulty: str, expected: int) -> None:
+    params = params_for(resolution, difficulty)
+    assert params.num_distractors == expected
+    assert params.paddles_per_distractor == params.num_paddles // 3
+    assert replace(params, num_distractors=3) == params_for(resolution, difficulty, 3)
+
+
+def test_number_of_distractors_is_honoured() -> None:
+    none = generate(params_for(128, "easy", 0), 0, 0, 20)
+    some = generate(params_for(128, "easy", 9), 0, 0, 20)
+    assert none.num_distractors_N.max() == 0 and some.num_distractors_N.min() >= 6
+    np.testing.assert_array_equal(none.terminals_NSC, some.terminals_NSC)
+    assert some.images_NRR.mean() > 1.3 * none.images_NRR.mean()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("resolution", 28),
+        ("padding", 0),
+        ("padding", 15),
+        ("seed_distance", 5),
+        ("paddle_length", 0),
+        ("thickness", 0.7),
+        ("thickness", 0.0),
+        ("margins", ()),
+        ("margins", (0, 1)),
+        ("marker_radius", 0),
+        ("continuity", 0.0),
+        ("snake_contrast", -1.0),
+        ("paddle_contrast", 0.0),
+        ("num_paddles", 0),
+        ("paddles_per_distractor", 0),
+        ("num_distractors", -1),
+    ],
+)
+def test_bad_parameters_are_named(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"{field}=.*must be"):
+        replace(params_for(32, "hard"), **{field: value})
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"resolution=48.*\[32, 64, 128, 256\]"):
+        params_for(48, "hard")
+    with pytest.raises(ValueError, match="difficulty='harder'.*'intermediate'"):
+        params_for(32, "harder")
+    for bad in ({"seed": -1}, {"start": -1}, {"count": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(bad))}=-1"):
+            generate(params_for(32, "easy"), **({"seed": 0, "start": 0, "count": 1} | bad))
+
+
+def test_contours_without_room_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pg, "MAX_PAIR_DRAWS", 2000)
+    with pytest.raises(ValueError, match="num_paddles=60 at resolution=32: no room"):
+        generate(replace(params_for(32, "hard"), num_paddles=60), 0, 0, 1)
+
+
+# Statistics: means and spreads between pictures of 1,500 pictures of the original -----------------
+
+
+def per_picture(images_NRR: np.ndarray) -> dict[str, np.ndarray]:
+    flat = images_NRR.reshape(len(images_NRR), -1).astype(float)
+    return {
+        "mean": flat.mean(axis=1),
+        "sd": flat.std(axis=1),
+        "non-zero": (flat > 0).mean(axis=1),
+        "above 127": (flat > 127).mean(axis=1),
+    }
+
+
+def test_statistics_at_32_hard() -> None:
+    p = pictures(32, "hard", 1500)
+    positive = p.labels_N == 1
+    actual = per_picture(p.images_NRR) | {
+        "distractors": p.num_distractors_N,
+        "pair draws": p.pair_draws_N,
+        "distance, positive": distances(p)[positive],
+        "distance, negative": distances(p)[~positive],
+        "labels": p.labels_N,
+    }
+    original = {  # mean and spread of one picture
+        "mean": (20.116, 1.96),
+        "sd": (50.865, 2.47),
+        "non-zero": (0.3407, 0.0366),
+        "above 127": (0.0848, 0.0086),
+        "distractors": (1.143, 0.91),
+        "pair draws": (307, 307),
+        "distance, positive": (13.14, 5.2),
+        "distance, negative": (12.95, 5.2),
+        "labels": (0.5, 0.5),
+    }
+    for name, (mean, spread) in original.items():
+        error = spread * math.sqrt(2 / len(actual[name]))
+        assert abs(actual[name].mean() - mean) < 3 * error, (name, actual[name].mean(), mean, error)
+        assert abs(actual[name].std() / spread - 1) < 0.1, (name, actual[name].std(), spread)
+    # The spread of shares in ten-degree bins between samples is about 0.004.
+    shares = np.histogram(turns(p), bins=np.arange(0, 100, 10))[0] / turns(p).size
+    expected = [0.185, 0.150, 0.174, 0.128, 0.098, 0.112, 0.082, 0.064, 0.006]
+    np.testing.assert_allclose(shares, expected, atol=0.015)
+    counts = np.bincount(p.num_distractors_N, minlength=6)
+    np.testing.assert_allclose(counts[:5], [387, 639, 366, 91, 15], atol=80)
+
+
+# Against all pictures of the original: prints a table ---------------------------------------------
+
+RELEASE = SHARED / "lra_release" / "lra_release"
+EXTRA = SHARED / "extra" / "pathfinder"
+SWEEP = EXTRA / "level_sweep"
+# Of the original: distractors, folders of pictures and truth, draws of a pair, mean turn and the
+# number of pairs it was taken from, share of each level of distractors; and how many we make.
+SETS = [
+    (32, "hard", None, RELEASE, EXTRA, 307, (32.6, 150), 6000),
+    (32, "intermediate", None, RELEASE, EXTRA, 72, None, 6000),
+    (32, "easy", None, RELEASE, EXTRA, 24, (31.4, 100), 6000),
+    (64, "hard", None, RELEASE, EXTRA, 4448, None, 600),
+    (128, "hard", None, RELEASE, EXTRA, 335, (18.9, 12), 600),
+    (256, "hard", None, RELEASE, EXTRA, 9.3, (15.6, 30), 600),
+    (32, "hard", 10, SWEEP, SWEEP, 331, None, 3000),
+    (128, "hard", 17, SWEEP, SWEEP, 383, None, 300),
+]
+
+
+def read_original(folder: Path, truth: Path) -> dict[str, np.ndarray]:
+    """Statistics of each picture; the empty file of the release is left out."""
+    with truth.open() as file:
+        table = [
+            row
+            for row in csv.DictReader(file, delimiter="\t")
+            if (folder / row["file"]).stat().st_size
+        ]
+    columns = {k: np.array([float(row[k]) for row in table]) for k in table[0] if k != "file"}
+    distance = np.hypot(
+        columns["mark1_y"] - columns["mark2_y"], columns["mark1_x"] - columns["mark2_x"]
+    )
+    images = np.stack([np.asarray(Image.open(folder / row["file"])) for row in table])
+    return per_picture(images) | {
+        "distractors": columns["distractors"],
+        "distance, positive": distance[columns["label"] == 1],
+        "distance, negative": distance[columns["label"] == 0],
+        "greys": images,
+    }
+
+
+@needs_shared
+@pytest.mark.slow
+def test_comparison_with_the_original(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, far = ["", f"{'':43}{'ours':>10}{'theirs':>10}{'error':>9}{'z':>6}"], []
+    for resolution, difficulty, num, folder, truth, draws, turn, count in SETS:
+        name = f"pathfinder{resolution}/{LEVELS[difficulty]}"
+        theirs = read_original(
+            folder / name, truth / f"truth_{resolution}_{LEVELS[difficulty]}.tsv"
+        )
+        params = params_for(resolution, difficulty, num)
+        p = generate(params, 0, 0, count)
+        positive = p.labels_N == 1
+        ours = per_picture(p.images_NRR) | {
+            "distractors": p.num_distractors_N,
+            "distance, positive": distances(p)[positive],
+            "distance, negative": distances(p)[~positive],
+            "pair draws": p.pair_draws_N,
+            "turn": turns(p).mean(axis=1),
+        }
+        known = {key: (theirs[key].mean(), len(theirs[key])) for key in theirs if key != "greys"}
+        known["pair draws"] = (draws, len(theirs["mean"]))
+        if turn:
+            known["turn"] = turn
+        for key, (mean, n) in known.items():
+            # Our spread for both: with few pictures theirs is itself uncertain.
+            error = ours[key].std() * math.sqrt(1 / n + 1 / len(ours[key]))
+            z = (ours[key].mean() - mean) / error
+            title = f"{resolution} {difficulty} K={params.num_distractors} ({n}) {key}"
+            numbers = f"{ours[key].mean():10.4f}{mean:10.4f}{error:9.4f}{z:6.1f}"
+            lines.append(f"{title:43}{numbers}")
+            if abs(z) > 3:
+                far.append(lines[-1])
+        # Every grey value that is in more than a tenth of their pictures is in ours, and vice versa.
+        has = [
+            {v for v in range(256) if (images == v).any(axis=(1, 2)).mean() > share}
+            for images, share in ((theirs["greys"], 0.1), (p.images_NRR, 0))
+        ]
+        assert has[0] <= has[1], (name, has[0] - has[1])
+        common = {v for v in range(256) if (p.images_NRR == v).any(axis=(1, 2)).mean() > 0.3}
+        assert common <= set(np.unique(theirs["greys"]).tolist()), name
+    with capsys.disabled():
+        print("\n".join(lines))
+    assert not far, far

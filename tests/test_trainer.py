@@ -41,7 +41,14 @@ def test_the_model_overfits_eight_examples(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [(rng.integers(0, 10, 5).astype(np.uint8).tobytes(), i % 2) for i in range(8)]
     data = toy_data(tmp_path, rows={s: rows for s in SIZES})
-    result = run(tmp_path / "run", data, num_steps=300, eval_every=300, model=lambda: ToyModel(dropout=0.0), lr=0.05)
+    result = run(
+        tmp_path / "run",
+        data,
+        num_steps=300,
+        eval_every=300,
+        model=lambda: ToyModel(dropout=0.0),
+        lr=0.05,
+    )
     assert result.test.accuracy == 1.0 and result.test.num_examples == 8
 
 
@@ -60,7 +67,11 @@ def test_same_seed_same_losses_to_the_last_bit(tmp_path: Path) -> None:
 def test_the_number_of_workers_changes_nothing(tmp_path: Path, workers: int) -> None:
     data = toy_data(tmp_path)
     run(tmp_path / "none", data)
-    run(tmp_path / "some", data, hardware=HardwareConfig(device="cpu", num_threads=1, num_workers=workers))
+    run(
+        tmp_path / "some",
+        data,
+        hardware=HardwareConfig(device="cpu", num_threads=1, num_workers=workers),
+    )
     assert losses(tmp_path / "none") == losses(tmp_path / "some")
 
 
@@ -102,7 +113,9 @@ class StopsAt(ToyModel):
 # 40 examples in batches of 8: an epoch ends at steps 5, 10, 15; evaluations at 4, 8, 12, 16, 20.
 @pytest.mark.parametrize("at", [1, 4, 5, 7, 12, 19])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_next_start_ends_as_if_never_stopped(tmp_path: Path, at: int, number: int) -> None:
+def test_a_signal_saves_and_the_next_start_ends_as_if_never_stopped(
+    tmp_path: Path, at: int, number: int
+) -> None:
     data = toy_data(tmp_path)
     whole = run(tmp_path / "whole", data)
     with pytest.raises(Interrupted, match=f"at step {at}"):
@@ -222,7 +235,8 @@ def test_the_reported_test_number_is_that_of_the_chosen_step(
     data = toy_data(tmp_path, rows=scripted_rows())
     reads: list[Any] = []
     monkeypatch.setattr(
-        "lra.trainer.evaluate", lambda m, split, *a, **k: (reads.append(split), evaluate(m, split, *a, **k))[1]
+        "lra.trainer.evaluate",
+        lambda m, split, *a, **k: (reads.append(split), evaluate(m, split, *a, **k))[1],
     )
     result = run(tmp_path / "run", data, model=lambda: Scripted(VAL, TEST), selection=selection)
     assert result.step == step  # the first of two equally good steps, or the last
@@ -288,7 +302,11 @@ def test_out_of_memory_halves_the_micro_batch_and_repeats_the_step(
     result = run(tmp_path / "run", data, model=RunsOut)
     assert result.micro_batch_size == 2
     assert "out of memory; micro-batch is now 4" in capsys.readouterr().out
-    run(tmp_path / "two", data, hardware=HardwareConfig(device="cpu", num_threads=1, micro_batch_size=2))
+    run(
+        tmp_path / "two",
+        data,
+        hardware=HardwareConfig(device="cpu", num_threads=1, micro_batch_size=2),
+    )
     assert losses(tmp_path / "run") == losses(tmp_path / "two")
 
 
@@ -303,7 +321,9 @@ def test_memory_that_does_not_hold_one_row_is_an_error(tmp_path: Path) -> None:
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shape"))
 
 
-def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_earlier_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "checkpoints"
     checkpoint.save(folder, 1, {"model": {}, "step": 1})
 
@@ -347,13 +367,21 @@ def test_speed_leaves_the_first_steps_out(tmp_path: Path) -> None:
 def test_the_largest_rate_really_used_is_kept(tmp_path: Path) -> None:
     assert run(tmp_path / "run", toy_data(tmp_path)).state.max_lr == pytest.approx(0.02)
     state = run(
-        tmp_path / "short", toy_data(tmp_path), schedule="rsqrt", warmup_steps=80, allow_unreached_peak=True
+        tmp_path / "short",
+        toy_data(tmp_path),
+        schedule="rsqrt",
+        warmup_steps=80,
+        allow_unreached_peak=True,
     ).state
     assert state.max_lr == pytest.approx(0.02 * 19 / 80 / 80**0.5)
 
 
 def test_bf16_runs_on_a_cpu_and_fp16_is_refused_by_name(tmp_path: Path) -> None:
-    run(tmp_path / "run", toy_data(tmp_path), hardware=HardwareConfig(device="cpu", precision="bf16"))
+    run(
+        tmp_path / "run",
+        toy_data(tmp_path),
+        hardware=HardwareConfig(device="cpu", precision="bf16"),
+    )
     for precision in ("fp16", "tf32"):
         with pytest.raises(ValueError, match=f"hardware.precision={precision}"):
             Hardware(HardwareConfig(device="cpu", precision=precision))  # type: ignore[arg-type]

@@ -29,7 +29,9 @@ class Toy(Task):
     num_values: ClassVar[int] = 10
 
     sizes: dict[str, int] = field(default_factory=lambda: dict(SIZES))
-    rows: dict[str, list[tuple[bytes, int]]] | None = None  # explicit examples instead of random ones
+    rows: dict[str, list[tuple[bytes, int]]] | None = (
+        None  # explicit examples instead of random ones
+    )
 
     @property
     def kind(self) -> Any:
@@ -78,7 +80,13 @@ def toy_data(folder: Path, **knobs: Any) -> Dataset:
 def train_config(**changes: Any) -> TrainConfig:
     """A short training with evaluations and checkpoints in the middle of epochs."""
     values = dict(
-        num_steps=20, batch_size=8, lr=0.02, warmup_steps=4, eval_every=4, checkpoint_every=3, log_every=2
+        num_steps=20,
+        batch_size=8,
+        lr=0.02,
+        warmup_steps=4,
+        eval_every=4,
+        checkpoint_every=3,
+        log_every=2,
     )
     return TrainConfig(**(values | changes))
 

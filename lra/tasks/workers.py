@@ -1,4 +1,4 @@
-"""Processes that share the work of preparing data; results come in order, for any number of them."""
+"""Processes that share the work of preparing data; what they yield does not depend on how many."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -18,7 +19,11 @@ Result = TypeVar("Result")
 def map_in_order(
     function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], num_workers: int
 ) -> Iterator[Result]:
-    """`function(*job)` of each job, in order; takes few jobs at a time, so they may be endless."""
+    """`function(*job)` of each job, in order; takes few jobs at a time, so they may be endless.
+
+    Raises:
+        OSError: a process was ended from outside.
+    """
     if num_workers <= 1:
         yield from itertools.starmap(function, jobs)
         return
@@ -31,6 +36,11 @@ def map_in_order(
                     yield running.popleft().result()
             while running:
                 yield running.popleft().result()
+        except BrokenProcessPool:
+            raise OSError(
+                f"one of {num_workers} worker processes was ended from outside, perhaps for want of "
+                "memory; try fewer"
+            ) from None
         finally:
             for future in running:
                 future.cancel()

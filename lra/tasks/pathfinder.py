@@ -1,0 +1,460 @@
+"""Pathfinder: are two marked points joined by a dashed contour? Grey pixels, row by row; two classes.
+
+Task: Long Range Arena (Tay et al. 2020, section 2.2.5, arXiv:2011.04006), with pictures of 32 x 32;
+Path-X is the same with 128 x 128. Pictures after Linsley et al. 2018 (arXiv:1805.08315). Grey values
+0 to 255 are the tokens, id = value + 1, so that the black ground is never taken for padding.
+
+A folder of the release, `pathfinder<R>/<level>`, has pictures `imgs/<batch>/sample_<i>.png` and, in
+spite of their names, text files `metadata/<batch>.npy` with a line for each picture (others save
+real arrays of the same rows):
+
+    imgs/0 sample_7.png 7 1 1.0 14 4 2 0.5 1 1
+
+These are folder, file, number in the batch, label (1: joined), continuity, paddles of a target
+contour and of a distractor, length, thickness and margin of a paddle, number of contrasts.
+
+Legend: N pictures, R side of a picture, P = R * R pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from lra.task import SPLITS, Example, Task, write_atomically
+from lra.tasks.pathfinder_generator import PathfinderParams, generate, params_for
+from lra.tasks.sources import is_archive, read_file
+from lra.tasks.workers import map_in_order
+
+LEVELS = {
+    "easy": "curv_baseline",
+    "intermediate": "curv_contour_length_9",
+    "hard": "curv_contour_length_14",
+}
+# The release nests its folder; people flatten it.
+PREFIXES = ("lra_release/lra_release", "lra_release", "", "pathfinder")
+ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
+
+GENERATOR_VERSION = 1  # raise it when the generator's pictures change; part of the cache's name
+READER_VERSION = 1  # likewise when the same files give other examples
+STAND_IN_VERSION = 1  # likewise for the synthetic stand-in
+GENERATOR_KEYS = ("num_train", "num_val", "num_test", "num_distractors", "generator_seed")
+SPLIT_STRIDE = 1 << 40  # numbers of generated pictures between the first ones of two splits
+PICTURES_PER_JOB = 256  # of a process; a kill loses the jobs that are not done
+
+
+@dataclass(kw_only=True)
+class Pathfinder(Task):
+    """Pathfinder from the released files, from our generator, or as a synthetic stand-in.
+
+    `source=auto` takes files if there are any of this size and level, else generates; the printed
+    source and the record's `kind` say which.
+
+    The release has no splits. Test and validation are a tenth each of the listed pictures, those
+    with the lowest hashes of `split_seed` and path within the level's folder; so neither the run's
+    seed nor the order of files plays a part. Empty and damaged pictures are then left out and named.
+
+    Generated splits are parts of one endless row of pictures that lie far apart, so a split's
+    pictures do not depend on the sizes of the others.
+
+    The synthetic stand-in is noise in scattered squares on black, dim or bright by class.
+
+    Raises:
+        ValueError: a setting is out of range or contradicts another; names the key.
+    """
+
+    name: ClassVar[str] = "pathfinder"
+    num_classes: ClassVar[int] = 2
+    num_values: ClassVar[int] = 256
+    official_sizes: ClassVar[dict[str, int]] = {"train": 160_000, "val": 20_000, "test": 20_000}
+    synthetic_sizes: ClassVar[dict[str, int]] = {"train": 2_000, "val": 200, "test": 200}
+
+    resolution: Literal[32, 64, 128, 256] = 32
+    max_length: int = 1024
+    difficulty: Literal["easy", "intermediate", "hard"] = "hard"
+    source: Literal["auto", "files", "generated", "synthetic"] = "auto"
+    path: str | None = None
+    split_seed: int = 0
+    num_train: int | None = None
+    num_val: int | None = None
+    num_test: int | None = None
+    num_distractors: int | None = None
+    generator_seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.difficulty not in LEVELS:
+            raise ValueError(
+                f"task.difficulty={self.difficulty}: expected easy, intermediate or hard"
+            )
+        if self.source not in ("auto", "files", "generated", "synthetic"):
+            raise ValueError(
+                f"task.source={self.source}: expected auto, files, generated or synthetic"
+            )
+        if self.resolution not in (32, 64, 128, 256):
+            raise ValueError(f"task.resolution={self.resolution}: expected 32, 64, 128 or 256")
+        if self.max_length != self.resolution**2:
+            raise ValueError(
+                f"task.max_length={self.max_length}: expected {self.resolution**2}, the pixels of a "
+                f"picture with task.resolution={self.resolution}"
+            )
+        if self.path is not None and self.source in ("generated", "synthetic"):
+            raise ValueError(
+                f"task.path={self.path} names files, but task.source={self.source} reads none; "
+                "drop one of them"
+            )
+        for key in ("num_train", "num_val", "num_test"):
+            value = getattr(self, key)
+            if value is not None and not 1 <= value <= SPLIT_STRIDE:
+                raise ValueError(
+                    f"task.{key}={value}: expected 1 to {SPLIT_STRIDE}, or null for the usual"
+                )
+        for key in ("split_seed", "generator_seed"):
+            if not 0 <= getattr(self, key) < 2**63:
+                raise ValueError(f"task.{key}={getattr(self, key)}: expected 0 to 2**63 - 1")
+        if self.num_distractors is not None and not 0 <= self.num_distractors <= 255:
+            raise ValueError(
+                f"task.num_distractors={self.num_distractors}: expected 0 to 255, or null for the "
+                "usual"
+            )
+
+    @property
+    def picture_size(self) -> tuple[int, int]:  # type: ignore[override]
+        """Height and width of a picture."""
+        return self.resolution, self.resolution
+
+    @property
+    def kind(self) -> Literal["files", "generated", "synthetic"]:
+        """`source` with `auto` decided: files where there are any, else generated."""
+        if self.source != "auto":
+            return self.source
+        return "files" if self.path is not None or self._folder is not None else "generated"
+
+    @property
+    def params(self) -> PathfinderParams:
+        """What the generator draws."""
+        return params_for(self.resolution, self.difficulty, self.num_distractors)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Examples per split that are made, unless files are read."""
+        usual = self.synthetic_sizes if self.kind == "synthetic" else self.official_sizes
+        return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """The level, and what else is not as usual."""
+        options = {
+            key: getattr(self, key)
+            for key in ("resolution", "num_distractors", "split_seed")
+            if getattr(self, key) != self._default(key)
+        }
+        return {"validation": "val", "difficulty": self.difficulty, **options}
+
+    def deviations(self) -> list[str]:
+        """How the pictures differ from the benchmark's; numbers of pictures apart."""
+        if self.kind == "synthetic":
+            return []
+        found = [
+            f"task.{key}={getattr(self, key)} (benchmark: {self._default(key)})"
+            for key in ("resolution", "difficulty")
+            if getattr(self, key) != self._default(key)
+        ]
+        usual = params_for(self.resolution, self.difficulty).num_distractors
+        if self.params.num_distractors != usual:
+            found.append(f"task.num_distractors={self.num_distractors} (benchmark: {usual})")
+        return found
+
+    def describe_source(self) -> str:
+        """The source in words, for people."""
+        if self.kind == "files":
+            return f"the files in {self._level.resolve()}"
+        if self.kind == "synthetic":
+            return f"a synthetic stand-in, seed {self.generator_seed}"
+        why = f" (no {self._level_name} under {self.data_dir})" if self.source == "auto" else ""
+        return f"our generator, {self.difficulty} level, seed {self.generator_seed}{why}"
+
+    def source_files(self) -> list[Path]:
+        """The metadata and the pictures that they list, in order; empty for generated data.
+
+        Raises:
+            ValueError: nothing found, an archive that is still packed, several folders, a faulty
+                line of the metadata, or a picture that is listed but missing.
+        """
+        if self.kind != "files":
+            return []
+        pictures = [self._level / picture.path for picture in self._index.listed]
+        return [*self._index.metadata, *pictures]
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting that shapes the content.
+
+        Raises:
+            ValueError: a key is set that this source does not read.
+        """
+        if self.kind == "files":
+            self._refuse_keys(
+                GENERATOR_KEYS,
+                "for generated data",
+                "set task.source=generated, or to use a part of the files task.limit_train, "
+                "limit_val, limit_test",
+            )
+            return {
+                "source": "files",
+                "reader": READER_VERSION,
+                "resolution": self.resolution,
+                "split_seed": self.split_seed,
+            }
+        sizes = {f"num_{split}": size for split, size in self.sizes.items()}
+        self._refuse_keys(("split_seed",), "for files", "set task.generator_seed instead")
+        if self.kind == "generated":
+            return {
+                "source": "generated",
+                "generator": GENERATOR_VERSION,
+                "generator_seed": self.generator_seed,
+                **asdict(self.params),
+                **sizes,
+            }
+        self._refuse_keys(("num_distractors",), "for generated data", "drop it")
+        return {
+            "source": "synthetic",
+            "version": STAND_IN_VERSION,
+            "resolution": self.resolution,
+            "generator_seed": self.generator_seed,
+            **sizes,
+        }
+
+    def examples(self, split: str) -> Iterator[Example]:
+        """Yield the pictures of a split in a fixed order.
+
+        Raises:
+            ValueError: a picture's file is whole but not one of this task; names the line of the
+                metadata and the fault.
+        """
+        if self.kind == "files":
+            yield from self._read(split)
+        elif self.kind == "generated":
+            yield from self._generate(split)
+        else:
+            yield from self._synthetic(split)
+
+    def decode(self, values: np.ndarray) -> str:
+        """The picture in ten shades, one line a row."""
+        shades = np.frombuffer(b" .:-=+*#%@", np.uint8)[values.astype(int) * 10 // 256]
+        side = self.resolution
+        return "\n".join(bytes(shades[i : i + side]).decode() for i in range(0, len(shades), side))
+
+    def _default(self, key: str) -> Any:
+        return next(field.default for field in fields(self) if field.name == key)
+
+    def _refuse_keys(self, keys: tuple[str, ...], purpose: str, remedy: str) -> None:
+        for key in keys:
+            if getattr(self, key) != self._default(key):
+                raise ValueError(
+                    f"task.{key}={getattr(self, key)} is {purpose}, but the source is "
+                    f"{self.describe_source()}; {remedy}"
+                )
+
+    # --- generated ---
+
+    def _generate(self, split: str) -> Iterator[Example]:
+        first, size = SPLITS.index(split) * SPLIT_STRIDE, self.sizes[split]
+        jobs = (
+            (
+                self.params,
+                self.generator_seed,
+                first + low,
+                min(PICTURES_PER_JOB, size - low),
+                None if self.work_dir is None else self.work_dir / f"{split}-{low}.npy",
+            )
+            for low in range(0, size, PICTURES_PER_JOB)
+        )
+        for block in map_in_order(make_block, jobs, self.num_workers):
+            for row in block:
+                yield Example((row[1:],), int(row[0]))
+
+    def _synthetic(self, split: str) -> Iterator[Example]:
+        rng = np.random.default_rng([self.generator_seed, SPLITS.index(split)])
+        size, squares = self.sizes[split], 8
+        for label in rng.permutation(np.arange(size) % 2).tolist():
+            low, high = ((40, 120), (136, 216))[label]
+            noise = rng.integers(low, high, (self.resolution, self.resolution), np.uint8)
+            is_lit = rng.random((squares, squares)) < 0.5
+            is_lit = np.kron(is_lit, np.ones((self.resolution // squares,) * 2, bool))
+            yield Example(((noise * is_lit).ravel(),), label)
+
+    # --- files ---
+
+    def _read(self, split: str) -> Iterator[Example]:
+        rows = split_rows(self._index.listed, self.split_seed)[split]
+        jobs = (
+            (str(self._level), self.resolution, rows[low : low + PICTURES_PER_JOB])
+            for low in range(0, len(rows), PICTURES_PER_JOB)
+        )
+        left_out = []
+        for pictures, labels, damaged in map_in_order(read_pictures, jobs, self.num_workers):
+            left_out += damaged
+            for pixels, label in zip(pictures, labels, strict=True):
+                yield Example((pixels,), label)
+        if left_out:
+            _say_left_out(f"{len(left_out)} of {len(rows)} {split} pictures", left_out)
+        if split == "train" and self._index.unlisted:
+            unlisted = self._index.unlisted
+            _say_left_out(f"{len(unlisted)} pictures that no metadata list", unlisted)
+            left_out += [f"{path}: in no metadata" for path in unlisted]
+        self.skipped.setdefault(split, []).extend(left_out)
+
+    @cached_property
+    def _index(self) -> Index:
+        return index_level(self._level)
+
+    @property
+    def _root(self) -> Path:
+        return Path(self.data_dir) if self.path is None else Path(self.path).expanduser()
+
+    @property
+    def _level_name(self) -> str:
+        return f"pathfinder{self.resolution}/{LEVELS[self.difficulty]}"
+
+    @property
+    def _level(self) -> Path:
+        """The folder to read.
+
+        Raises:
+            ValueError: there is none, or there are several.
+        """
+        if self._folder is None:
+            raise ValueError(
+                f"task '{self.name}': found no folder {self._level_name}; tried "
+                f"{', '.join(str(tried) for tried in self._candidates())}. Set "
+                "task.source=generated to make an equal set here, task.path to the folder with "
+                "metadata and imgs, or get the release of Long Range Arena (lra_release.gz, see "
+                f"google-research/long-range-arena) and unpack it with `tar xf lra_release.gz -C "
+                f"{self.data_dir}`"
+            )
+        return self._folder
+
+    def _candidates(self) -> list[Path]:
+        nested = [self._root / prefix / self._level_name for prefix in PREFIXES]
+        if self.path is None:
+            return nested
+        return [self._root, self._root / LEVELS[self.difficulty], *nested]
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        root = self._root
+        is_level = self.path is not None and any(
+            (root / name).is_dir() for name in ("metadata", "imgs")
+        )
+        if is_level:
+            for level, name in LEVELS.items():
+                if root.name == name and level != self.difficulty:
+                    raise ValueError(
+                        f"task.path={self.path} is the {level} level, but "
+                        f"task.difficulty={self.difficulty}; change one of them"
+                    )
+            return root
+        places = [folder for folder in self._candidates() if folder != root and folder.is_dir()]
+        found = {folder.resolve(): folder for folder in places}
+        if len(found) > 1:
+            # The release has one set twice; whether they are equal is not known.
+            raise ValueError(
+                f"task '{self.name}': found {self._level_name} {len(found)} times: "
+                f"{', '.join(str(folder) for folder in found.values())}; set task.path to the "
+                "folder to use"
+            )
+        if not found:
+            self._refuse_archive()
+        return next(iter(found.values()), None)
+
+    def _refuse_archive(self) -> None:
+        """Raise if the release lies there packed, or if `path` is some other file."""
+        root = self._root
+        folders = (root, root / "lra_release")
+        for file in [root, *(folder / name for folder in folders for name in ARCHIVES)]:
+            if is_archive(file):
+                # The archive's own folder is called lra_release; a file of that name is in its way.
+                rename = f"mv {file} {file}.tar && " if file.name == "lra_release" else ""
+                packed = f"{file}.tar" if rename else file
+                raise ValueError(
+                    f"task '{self.name}': {file} is an archive; unpack it with "
+                    f"`{rename}tar xf {packed} -C {file.parent}`, or set task.source=generated"
+                )
+        if root.is_file():
+            raise ValueError(
+                f"task.path={self.path}: expected a folder with metadata and imgs, or one that has "
+                f"{self._level_name}"
+            )
+
+
+@dataclass(kw_only=True)
+class PathX(Pathfinder):
+    """Path-X: Pathfinder with pictures of 128 x 128."""
+
+    name: ClassVar[str] = "pathx"
+    synthetic_sizes: ClassVar[dict[str, int]] = {"train": 500, "val": 50, "test": 50}
+
+    resolution: Literal[32, 64, 128, 256] = 128
+    max_length: int = 16_384
+
+
+def split_rows(listed: list[Listed], seed: int) -> dict[str, list[Listed]]:
+    """Cut a level's pictures into splits, see `Pathfinder`; each keeps the order of the list."""
+    salt = f"{seed}\n"
+    keys = [hashlib.sha256((salt + row.path).encode()).digest() for row in listed]
+    order = sorted(range(len(listed)), key=keys.__getitem__)
+    held = max(1, len(listed) // 10)
+    parts = {"test": order[:held], "val": order[held : 2 * held], "train": order[2 * held :]}
+    return {split: [listed[i] for i in sorted(part)] for split, part in parts.items()}
+
+
+def make_block(
+    params: PathfinderParams, seed: int, start: int, count: int, file: Path | None
+) -> np.ndarray:
+    """Generated pictures [N, 1 + P] (uint8), label first; kept in `file`, and taken from there."""
+    if (
+        file is not None
+        and (kept := _load_block(file, (count, 1 + params.resolution**2))) is not None
+    ):
+        return kept
+    pictures = generate(params, seed, start, count)
+    block = np.column_stack([pictures.labels_N, pictures.images_NRR.reshape(count, -1)])
+    if file is not None:
+        _save_block(file, block)
+    return block
+
+
+def _load_block(file: Path, shape: tuple[int, int]) -> np.ndarray | None:
+    """What a killed build has finished, if it has."""
+    try:
+        block = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return block if block.shape == shape and block.dtype == np.uint8 else None
+
+
+def _save_block(file: Path, block: np.ndarray) -> None:
+    """Write beside `file`, then rename: it is there whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            np.save(stream, block)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,369 @@
+"""Pathfinder's files as the release has them: reading, with checks, and writing.
+
+A folder `pathfinder<R>/<level>` has pictures `imgs/<batch>/sample_<i>.png` (8-bit grey) and, in
+spite of their names, text files `metadata/<batch>.npy` with a line for each picture; some people
+save the same rows as real arrays:
+
+    imgs/0 sample_7.png 7 1 1.0 14 4 2 0.5 1 1
+
+These are folder, file, number in the batch, label (1: joined), continuity, paddles of a target
+contour and of a distractor, length, thickness and margin of a paddle, number of contrasts.
+
+Legend: N pictures, R side of a picture, P = R * R pixels, S = 2 target contours, E = 2 ends of
+each, C = 2 coordinates.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import struct
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lra.task import write_atomically
+from lra.tasks.pathfinder_generator import PathfinderParams, generate
+from lra.tasks.sources import read_file
+from lra.tasks.workers import map_in_order
+
+MAX_PICTURE_BYTES = 1 << 20  # of a file; a picture that cannot be packed at all has 65 kB
+# Of the table of the truth: points are (y, x); an origin is the end at which a contour starts.
+TRUTH_COLUMNS = (
+    "file", "label", "mark1_y", "mark1_x", "mark2_y", "mark2_x",
+    "origin0_y", "origin0_x", "terminal0_y", "terminal0_x",
+    "origin1_y", "origin1_x", "terminal1_y", "terminal1_x", "margin", "distractors",
+)  # fmt: skip
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
+_NAMES_SHOWN = 5  # in a message
+
+
+class Listed(NamedTuple):
+    """What a line of the metadata says: a picture's path in the level's folder, and its label."""
+
+    path: str
+    label: int
+    file: str  # and line, of the metadata
+    line: int
+
+
+class Index(NamedTuple):
+    """The pictures of a level's folder in the order of its metadata, and those not listed there."""
+
+    metadata: list[Path]
+    listed: list[Listed]
+    unlisted: list[str]
+
+
+# --- metadata -------------------------------------------------------------------------------------
+
+
+def index_level(level: Path) -> Index:
+    """List the pictures of a level's folder, batches in the order of their numbers.
+
+    Raises:
+        ValueError: no metadata, a faulty line, a picture listed twice, or pictures listed but
+            missing; names file and line.
+    """
+    folder = level / "metadata"
+    if not folder.is_dir():
+        raise ValueError(f"{level}: has no folder metadata; expected imgs and metadata")
+    metadata = sorted(
+        (f for f in folder.iterdir() if f.suffix == ".npy" and not f.name.startswith(".")),
+        key=_batch_order,
+    )
+    if not metadata:
+        raise ValueError(f"{folder}: no files <batch>.npy")
+    listed = [row for file in metadata for row in read_metadata(file)]
+    if not listed:
+        raise ValueError(f"{folder}: lists no pictures")
+    lines: dict[str, Listed] = {}
+    for row in listed:
+        first = lines.setdefault(row.path, row)
+        if first is not row:
+            raise ValueError(f"{_where(row)}: {row.path} is listed before, at {_where(first)}")
+
+    present: set[str] = set()
+    folders = {os.path.dirname(row.path) for row in listed}
+    if (level / "imgs").is_dir():
+        with os.scandir(level / "imgs") as entries:
+            folders |= {f"imgs/{entry.name}" for entry in entries if entry.is_dir()}
+    for name in sorted(folders):
+        if os.path.isdir(level / name):
+            with os.scandir(level / name) as entries:
+                present |= {os.path.join(name, entry.name) for entry in entries if entry.is_file()}
+    if missing := [row for row in listed if row.path not in present]:
+        names = ", ".join(f"{row.path} ({_where(row)})" for row in missing[:_NAMES_SHOWN])
+        raise ValueError(
+            f"{level}: {len(missing)} of {len(listed)} pictures that the metadata list are missing: "
+            f"{names}{', ...' if len(missing) > _NAMES_SHOWN else ''}; unpack the release again"
+        )
+    unlisted = sorted(path for path in present - lines.keys() if path.endswith(".png"))
+    return Index(metadata, listed, unlisted)
+
+
+def read_metadata(file: Path) -> list[Listed]:
+    """The rows of a metadata file, text or a NumPy array of texts.
+
+    Raises:
+        ValueError: a faulty row, or an array of another kind; names file and line (row of an array,
+            from 1).
+    """
+    data = read_file(file)
+    if data.startswith(b"\x93NUMPY"):
+        lines = _array_lines(data, str(file))
+    else:
+        try:
+            lines = data.decode().split("\n")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            raise ValueError(f"{file}, line {line}: neither UTF-8 text nor a NumPy array") from None
+    name, rows = str(file), []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(Listed(*_parse_line(line), name, number))
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number}: {error}") from None
+    if not rows:
+        raise ValueError(f"{file}: empty, expected a line for each picture")
+    return rows
+
+
+def _parse_line(line: str) -> tuple[str, int]:
+    """Path and label of a line."""
+    columns = line.split()
+    if len(columns) < 4:
+        raise ValueError(
+            f"expected folder, file, number, label and more, found {len(columns)} columns in "
+            f"{line[:80]!r}"
+        )
+    folder, name, _, label = columns[:4]
+    path = PurePosixPath(folder, name)
+    if path.is_absolute() or ".." in path.parts or "/" in name or "\0" in line or "\\" in line:
+        raise ValueError(f"{f'{folder} {name}'[:80]!r} does not stay within the level's folder")
+    if label not in _LABELS:
+        raise ValueError(f"label {label[:80]!r} in column 4, expected 0 or 1")
+    return str(path), _LABELS[label]
+
+
+def _array_lines(data: bytes, where: str) -> list[str]:
+    """The rows of a NumPy array of texts as lines; nothing in it is unpickled."""
+    stream = io.BytesIO(data)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read_header = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, is_fortran, dtype = read_header(stream)
+    except Exception as error:  # a damaged header may fail in any way
+        raise ValueError(f"{where}: a NumPy array with a damaged header ({error})") from None
+    if dtype.hasobject or not (dtype.kind in "US" or dtype.names) or len(shape) not in (1, 2):
+        raise ValueError(
+            f"{where}: a NumPy array of {dtype} with {len(shape)} axes, expected rows of texts; "
+            "Python objects are never unpickled"
+        )
+    body = data[stream.tell() :]
+    try:
+        if math.prod(shape) * dtype.itemsize != len(body):
+            raise ValueError(f"its shape is {shape}, but {len(body)} bytes follow")
+        array = np.frombuffer(body, dtype).reshape(shape, order="F" if is_fortran else "C")
+        rows = [
+            [v.decode() if isinstance(v, bytes) else str(v) for v in np.atleast_1d(row).tolist()]
+            for row in array
+        ]
+    except ValueError as error:
+        raise ValueError(f"{where}: a damaged NumPy array ({error})") from None
+    lines = [" ".join(row) for row in rows]
+    # A single row may have lost its axis.
+    return [" ".join(lines)] if not any(" " in line for line in lines) else lines
+
+
+def _batch_order(file: Path) -> tuple[bool, int, str]:
+    """By number: as texts, 10 comes before 2."""
+    is_number = file.stem.isascii() and file.stem.isdigit()
+    return not is_number, int(file.stem) if is_number else 0, file.name
+
+
+def _where(row: Listed) -> str:
+    return f"{row.file}, line {row.line}"
+
+
+def _say_left_out(what: str, names: list[str]) -> None:
+    dots = ", ..." if len(names) > _NAMES_SHOWN else ""
+    print(f"  {what} left out: {', '.join(names[:_NAMES_SHOWN])}{dots}", file=sys.stderr)
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+class Damaged(ValueError):
+    """A picture's file is empty, cut or altered."""
+
+
+class ReadPictures(NamedTuple):
+    """Whole pictures [N, P] (uint8) and their labels, and the names and faults of damaged ones."""
+
+    pixels: list[np.ndarray]
+    labels: list[int]
+    damaged: list[str]
+
+
+def read_pictures(level: str, resolution: int, rows: list[Listed]) -> ReadPictures:
+    """Read some pictures of a level's folder.
+
+    Raises:
+        ValueError: a picture is whole but of another size or kind; names the line that lists it.
+    """
+    read = ReadPictures([], [], [])
+    for row in rows:
+        try:
+            read.pixels.append(read_picture(os.path.join(level, row.path), resolution))
+            read.labels.append(row.label)
+        except Damaged as error:
+            read.damaged.append(f"{row.path}: {error}")
+        except ValueError as error:
+            raise ValueError(f"{_where(row)}: {row.path}: {error}") from None
+    return read
+
+
+def read_picture(file: str | Path, resolution: int) -> np.ndarray:
+    """Grey values [P] (uint8) of a PNG file of `resolution` x `resolution` pixels, 8-bit grey.
+
+    Every checksum is compared, and the size looked at, before anything is unpacked.
+
+    Raises:
+        Damaged: empty, not PNG, cut or altered.
+        ValueError: another size or kind of picture.
+    """
+    from PIL import Image
+
+    data = read_file(file, MAX_PICTURE_BYTES)
+    _check_png(data, resolution)
+    try:
+        with Image.open(io.BytesIO(data), formats=["PNG"]) as image:
+            return np.asarray(image).reshape(resolution * resolution)
+    except Exception as error:  # damaged files fail in many ways
+        raise Damaged(f"cannot be unpacked ({type(error).__name__}: {error})") from None
+
+
+def _check_png(data: bytes, resolution: int) -> None:
+    if not data:
+        raise Damaged("empty file")
+    if not data.startswith(_PNG):
+        raise Damaged(f"not a PNG file, it begins with {data[:8]!r}")
+    start, kind = len(_PNG), b""
+    while kind != b"IEND":
+        if start + 12 > len(data):
+            raise Damaged(f"cut off after {len(data)} bytes")
+        length, kind = struct.unpack_from(">I4s", data, start)
+        end = start + 12 + length
+        if end > len(data):
+            raise Damaged(f"cut off after {len(data)} bytes")
+        if zlib.crc32(data[start + 4 : end - 4]) != int.from_bytes(data[end - 4 : end]):
+            raise Damaged(f"wrong checksum at byte {start}")
+        if start == len(_PNG):
+            if kind != b"IHDR" or length != 13:
+                raise Damaged("has no header")
+            width, height, depth, colour = struct.unpack_from(">IIBB", data, start + 8)
+            if (width, height) != (resolution, resolution):
+                raise ValueError(
+                    f"a picture of {width} x {height}, expected {resolution} x {resolution}"
+                )
+            if (depth, colour) != (8, 0):
+                name = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
+                raise ValueError(
+                    f"a picture of {depth}-bit {name.get(colour, 'unknown')}, expected 8-bit grey"
+                )
+        start = end
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+def export(
+    task: Pathfinder,
+    folder: Path,
+    *,
+    truth: Path | None = None,
+    batch_size: int = 1000,
+    num_workers: int = 1,
+) -> Path:
+    """Write a task's generated pictures in the layout of the release, below `folder`.
+
+    Train, val and test follow each other; no batch has pictures of two of them. `truth` is a table
+    (TSV) to write with the places of markers and of both ends of both target contours.
+
+    Returns:
+        The level's folder.
+
+    Raises:
+        ValueError: the level's folder is there already, or the task does not generate.
+    """
+    if task.kind != "generated":
+        raise ValueError(
+            f"task '{task.name}': only generated pictures are exported, but the source is "
+            f"{task.describe_source()}; set task.source=generated"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: expected at least 1")
+    level = folder / f"pathfinder{task.resolution}" / LEVELS[task.difficulty]
+    if level.exists():
+        raise ValueError(f"{level}: exists already; move it away or export to another folder")
+    (level / "metadata").mkdir(parents=True)
+    starts = [
+        (i * SPLIT_STRIDE + low, min(batch_size, task.sizes[split] - low))
+        for i, split in enumerate(SPLITS)
+        for low in range(0, task.sizes[split], batch_size)
+    ]
+    jobs = (
+        (task.params, task.generator_seed, start, count, level, batch)
+        for batch, (start, count) in enumerate(starts)
+    )
+    rows = [list(TRUTH_COLUMNS)]
+    for batch_rows in map_in_order(export_batch, jobs, num_workers):
+        if truth is not None:
+            rows += batch_rows
+    if truth is not None:
+        text = "".join("\t".join(map(str, row)) + "\n" for row in rows)
+        write_atomically(truth, text)
+    return level
+
+
+def export_batch(
+    params: PathfinderParams, seed: int, start: int, count: int, level: Path, batch: int
+) -> list[list[Any]]:
+    """Generate and write one batch; returns its rows of the table of the truth."""
+    from PIL import Image
+
+    pictures = generate(params, seed, start, count)
+    folder = level / "imgs" / str(batch)
+    folder.mkdir(parents=True)
+    lines = []
+    for i, image_RR in enumerate(pictures.images_NRR):
+        Image.fromarray(image_RR).save(folder / f"sample_{i}.png")
+        lines.append(
+            f"imgs/{batch} sample_{i}.png {i} {pictures.labels_N[i]} {params.continuity} "
+            f"{params.num_paddles} {params.paddles_per_distractor} {params.paddle_length} "
+            f"{params.thickness:g} {pictures.margins_N[i]} 1\n"
+        )
+    write_atomically(level / "metadata" / f"{batch}.npy", "".join(lines))
+    ends_NSEC = np.stack([pictures.origins_NSC, pictures.terminals_NSC], axis=2)
+    return [
+        [
+            f"imgs/{batch}/sample_{i}.png",
+            pictures.labels_N[i],
+            *pictures.markers_N2C[i].ravel(),
+            *ends_NSEC[i].ravel(),
+            pictures.margins_N[i],
+            pictures.num_distractors_N[i],
+        ]
+        for i in range(count)
+    ]
