@@ -3,33 +3,66 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lra.cli import CONFIGS, EXIT_USAGE, compose_config, run_program, typed
-
-exit_codes: list[int] = []  # of the jobs that ran in this process
+from lra.cli import (
+    CONFIGS,
+    EXIT_USAGE,
+    compose_config,
+    exit_codes,
+    job_settings,
+    run_program,
+    typed,
+)
+from lra.sweep import Outcome, has_failed, note
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job. Its failure is recorded and does not stop the other jobs of a sweep."""
-    from lra.job import EXIT_CODES, Reference, run_job
-
+    settings = job_settings()
     try:
-        config = typed(cfg)
-        choices = HydraConfig.get().runtime.choices
-        published = [f"{group}={choices[group]}" for group in ("task", "model", "recipe")]
-        baseline = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
-        reference = Reference(typed(compose_config(published)), baseline)
-        record = run_job(config, list(HydraConfig.get().overrides.task), reference)
-        exit_codes.append(EXIT_CODES[record.status])
+        outcome = run(cfg, settings.number, settings.sweep_dir)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        exit_codes.append(EXIT_USAGE)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        status = "busy" if type(error).__name__ == "Busy" else "refused"
+        outcome = Outcome(settings.number, status, EXIT_USAGE, message=str(error).splitlines()[0])
+    except Exception as error:
+        traceback.print_exc()
+        outcome = Outcome(settings.number, "failed", 1, message=str(error).splitlines()[0])
+    exit_codes.append(outcome.exit_code)
+    if settings.sweep_dir is not None:
+        note(settings.sweep_dir, outcome)
+        if outcome.status == "interrupted" and settings.in_sweep_process:
+            sys.exit(outcome.exit_code)  # the signal was meant for the whole sweep
+
+
+def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
+    """Check the config, then run, or evaluate a checkpoint."""
+    config = typed(cfg)
+    if config.sweep.fail_fast and sweep_dir is not None and has_failed(sweep_dir):
+        return Outcome(number, "skipped", 0, message="an earlier job failed (sweep.fail_fast)")
+    from lra.job import EXIT_CODES, Reference, evaluate_checkpoint, run_job
+
+    overrides = list(HydraConfig.get().overrides.task)
+    if config.checkpoint is not None:
+        evaluate_checkpoint(config, overrides)
+        return Outcome(number, "evaluated", 0, message=config.checkpoint)
+    choices = HydraConfig.get().runtime.choices
+    published = [f"{group}={choices[group]}" for group in ("task", "model", "recipe")]
+    baseline = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
+    reference = Reference(typed(compose_config(published)), baseline)
+    record = run_job(config, overrides, reference, number)
+    accuracy = record.result.test.accuracy if record.result else None
+    return Outcome(
+        number, record.status, EXIT_CODES[record.status], record.run_id, accuracy, record.message
+    )
 
 
 if __name__ == "__main__":
-    run_program(main, lambda: max(exit_codes, default=0))
+    run_program(main)

@@ -7,20 +7,26 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, fill, flatten, nearest
+from lra.sweep import outcomes, summary
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 75
+exit_codes: list[int] = []  # of the jobs that ended
 
 
 def typed(cfg: DictConfig) -> RunConfig:
@@ -30,7 +36,10 @@ def typed(cfg: DictConfig) -> RunConfig:
         ValueError: an unknown key, a wrong type or a value out of range; names the key.
     """
     values: Any = OmegaConf.to_container(cfg, resolve=True)
-    return fill(RunConfig, values)
+    config = fill(RunConfig, values)
+    if config.hardware.num_threads is None and (threads := threads_per_job()):
+        config = replace(config, hardware=replace(config.hardware, num_threads=threads))
+    return config
 
 
 def compose_config(overrides: list[str]) -> DictConfig:
@@ -43,6 +52,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 def explain(error: Exception, overrides: list[str]) -> str:
     """One message for what Hydra refused: the key, what is allowed and the nearest known name."""
+    if "hydra/launcher" in str(error):
+        extra = "parallel" if "joblib" in str(error) else "slurm"
+        return f"{str(error).splitlines()[0]}; pip install 'lra-harness[{extra}]' brings it"
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={choice}: not a choice; {nearest(choice, error.options)}"
@@ -64,10 +76,51 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return plain
 
 
-def run_program(main: Callable[[], Any], exit_code: Callable[[], int]) -> None:
+@dataclass(frozen=True)
+class JobSettings:
+    """Where a job stands in its sweep; number 0 and no folder outside one."""
+
+    number: int
+    sweep_dir: Path | None
+    in_sweep_process: bool  # one job after the other, in the process that the user started
+
+
+def job_settings() -> JobSettings:
+    """The running job's place."""
+    job = HydraConfig.get()
+    if job.mode != RunMode.MULTIRUN:
+        return JobSettings(0, None, False)
+    basic = str(job.launcher._target_).endswith("BasicLauncher")
+    return JobSettings(int(job.job.num), Path(job.sweep.dir), basic)
+
+
+def threads_per_job() -> int | None:
+    """Threads for one of several jobs that run side by side; None if they do not."""
+    launcher: Any = HydraConfig.get().launcher if HydraConfig.initialized() else {}
+    if not str(launcher.get("_target_", "")).endswith("JoblibLauncher"):
+        return None
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    jobs = int(launcher.n_jobs)
+    return max(1, cores // (jobs if jobs > 0 else cores))
+
+
+class SweepSummary(Callback):
+    """Hydra calls this when all jobs of a sweep have ended, whatever launched them."""
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Print how each job ended and keep the worst exit code."""
+        found = outcomes(Path(config.hydra.sweep.dir))
+        print(summary(found, len(found)), flush=True)
+        exit_codes.extend(o.exit_code for o in found if o.status != "busy")
+
+
+def run_program(main: Callable[[], Any]) -> None:
     """Run a Hydra program; report user errors as one message and leave with a code of its own."""
     # Let errors out of Hydra, which would print its own advice; they are worded here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    os.environ.setdefault("LRA_SWEEP_ID", str(os.getpid()))
     signal.signal(signal.SIGTERM, _terminate)
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
@@ -79,7 +132,7 @@ def run_program(main: Callable[[], Any], exit_code: Callable[[], int]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    sys.exit(exit_code())
+    sys.exit(max(exit_codes, default=0))
 
 
 def fail(message: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+# Parts of a config that say where and how a run goes on, not what its numbers are.
+NO_IDENTITY = ("seed", "paths", "hardware", "logger", "checkpoint", "sweep")
 MISSING = "???"  # how a config says that a value has yet to be given
 
 
@@ -44,13 +47,14 @@ class TrainConfig:
     allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
     log_every: int = 10
     checkpoint_every: int | None = None  # None: at every evaluation, at most once a minute
+    time_limit: float | None = None  # seconds; then the run saves its state and stops, resumable
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "eval_every", "log_every", "checkpoint_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value}: expected at least 1")
-        for name in ("lr", "eps", "clip_norm"):
+        for name in ("lr", "eps", "clip_norm", "time_limit"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"train.{name}={value}: expected a number above 0")
@@ -84,9 +88,13 @@ class HardwareConfig:
     num_workers: int = 0  # processes that build batches; 0 builds them in the main process
     micro_batch_size: int | None = None  # rows per forward pass; None: the whole batch
     compile: bool = False
+    activation_checkpointing: bool = False  # recompute layers in the backward pass; saves memory
+    num_devices: int = 1  # processes on this machine, each with a device of its own
 
     def __post_init__(self) -> None:
-        for name, least in (("num_threads", 1), ("num_workers", 0), ("micro_batch_size", 1)):
+        for name, least in (
+            ("num_threads", 1), ("num_workers", 0), ("micro_batch_size", 1), ("num_devices", 1),
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"hardware.{name}={value}: expected at least {least}")
@@ -110,6 +118,13 @@ class LoggerConfig:
 
 
 @dataclass(frozen=True)
+class SweepConfig:
+    """How the jobs of a multirun go together."""
+
+    fail_fast: bool = False  # start no further job once one has failed
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run, typed. `task`, `model` and `shape` stay plain until their classes are imported."""
 
@@ -122,6 +137,9 @@ class RunConfig:
     logger: LoggerConfig
     paths: Paths
     recipe: str
+    checkpoint: str | None = None  # a run folder or checkpoint file: evaluate it, train nothing
+    init_from: str | None = None  # likewise: start from its weights, as a new run
+    sweep: SweepConfig = SweepConfig()
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
@@ -163,10 +181,7 @@ def check(
         ValueError: an unknown or missing key, or a value of another type; names the key, the value,
             what is allowed and the nearest known name.
     """
-    parameters = inspect.signature(target).parameters
-    is_dataclass = isinstance(target, type) and dataclasses.is_dataclass(target)
-    function: Any = target if is_dataclass else getattr(target, "__init__", target)
-    hints = typing.get_type_hints(function)
+    parameters, hints = _signature(target)
     allowed = [name for name in parameters if name not in set(context)]
     prefix = f"{key}." if key else ""
     arguments = {}
@@ -189,6 +204,14 @@ def check(
         if type(default).__name__ != "_HAS_DEFAULT_FACTORY_CLASS":
             arguments[name] = default
     return arguments
+
+
+@functools.cache
+def _signature(target: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
+    function: Any = target
+    if isinstance(target, type) and not dataclasses.is_dataclass(target):
+        function = getattr(target, "__init__", target)
+    return inspect.signature(target).parameters, typing.get_type_hints(function)
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
@@ -250,11 +273,10 @@ def load_target(path: Any, key: str) -> type:
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """Identity of a setting: hash of the resolved config less seed, paths, hardware and logger."""
-    kept = {k: v for k, v in config.items() if k not in ("seed", "paths", "hardware", "logger")}
-    # These two change what is written while a run goes on, not its numbers.
-    kept["train"] = {
-        k: v for k, v in kept["train"].items() if k not in ("log_every", "checkpoint_every")
-    }
+    kept = {k: v for k, v in config.items() if k not in NO_IDENTITY}
+    # These change when something is written, not the numbers.
+    unseen = ("log_every", "checkpoint_every", "time_limit")
+    kept["train"] = {k: v for k, v in kept["train"].items() if k not in unseen}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

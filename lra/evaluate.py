@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lra import distributed
 from lra.data import TokenArrays, eval_batches
 from lra.hardware import Hardware
 
@@ -42,7 +43,7 @@ def evaluate(
     model.eval()
     losses, hits, order = [], [], eval_batches(split.lengths, batch_size)
     try:
-        for indices in order:
+        for indices in order[distributed.rank() :: distributed.world_size()]:
             check()
             batch = split.batch(indices, pad_to).to(hardware.device)
             with hardware.autocast():
@@ -51,11 +52,16 @@ def evaluate(
             hits.append(logits_BC.argmax(dim=1) == batch.labels_B)
     finally:
         model.train(was_training)
-    correct_N = np.zeros(len(split), bool)
-    correct_N[np.concatenate(order)] = torch.cat(hits).cpu().numpy()
+    # Several processes have parts of the examples each; a sum puts the parts together exactly.
+    correct = torch.zeros(len(split), dtype=torch.int32, device=hardware.device)
+    loss = torch.zeros((), dtype=torch.float64, device=hardware.device)
+    if mine := order[distributed.rank() :: distributed.world_size()]:
+        correct[torch.from_numpy(np.concatenate(mine)).to(hardware.device)] = torch.cat(hits).int()
+        loss += torch.cat(losses).double().sum()
+    correct_N = distributed.all_sum(correct).cpu().numpy().astype(bool)
     return Metrics(
         accuracy=int(correct_N.sum()) / len(split),
-        loss=float(torch.cat(losses).double().sum()) / len(split),
+        loss=float(distributed.all_sum(loss)) / len(split),
         num_examples=len(split),
         correct_N=correct_N,
     )

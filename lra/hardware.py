@@ -7,18 +7,22 @@ import platform
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from lra import distributed
 from lra.config import HardwareConfig
+
+DEFAULT_THREADS = torch.get_num_threads()  # so that no job of a sweep inherits another's choice
 
 
 class Hardware:
-    """A checked device with its settings.
+    """A checked device with its settings; jobs side by side take devices in turn by their number.
 
     Raises:
         ValueError: the device is not there, or cannot compute in the precision asked for.
     """
 
-    def __init__(self, config: HardwareConfig) -> None:
+    def __init__(self, config: HardwareConfig, job_number: int = 0) -> None:
         self.config = config
         has_cuda = torch.cuda.is_available()
         if config.device == "cuda" and not has_cuda:
@@ -27,6 +31,16 @@ class Hardware:
             )
         kind = config.device if config.device != "auto" else "cuda" if has_cuda else "cpu"
         self.device = torch.device(kind)
+        if kind == "cuda":
+            count = torch.cuda.device_count()
+            if config.num_devices > count:
+                raise ValueError(
+                    f"hardware.num_devices={config.num_devices}: this machine has {count} CUDA "
+                    "devices"
+                )
+            index = distributed.local_rank() if distributed.is_worker() else job_number
+            self.device = torch.device("cuda", index % count)
+            torch.cuda.set_device(self.device)
         if kind == "cpu" and config.precision in ("fp16", "tf32"):
             raise ValueError(
                 f"hardware.precision={config.precision}: not on a CPU; use float32 or bf16"
@@ -36,8 +50,7 @@ class Hardware:
                 f"hardware.precision=bf16: {torch.cuda.get_device_name()} has no bfloat16; "
                 "use fp16 or float32"
             )
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.num_threads or DEFAULT_THREADS)
         if kind == "cuda":
             torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
             torch.cuda.reset_peak_memory_stats()
@@ -60,6 +73,21 @@ class Hardware:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=dtype)
 
+    def parallel(self, model: nn.Module) -> nn.Module:
+        """The model with gradients averaged over the processes, if there are several."""
+        if distributed.world_size() == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    def without_exchange(
+        self, model: object, wanted: bool
+    ) -> contextlib.AbstractContextManager[object]:
+        """Leave gradients where they are, for all but the last part of a batch."""
+        if wanted and isinstance(model, nn.parallel.DistributedDataParallel):
+            return model.no_sync()
+        return contextlib.nullcontext()
+
     def synchronize(self) -> None:
         """Wait until the device has done all work, so that a clock may be read."""
         if self.device.type == "cuda":
@@ -75,7 +103,7 @@ class Hardware:
             "device": self.device.type,
             "name": self.name,
             "precision": self.config.precision,
-            "num_devices": 1,
+            "num_devices": distributed.world_size(),
             "num_threads": torch.get_num_threads(),
             "num_workers": self.config.num_workers,
             "micro_batch_size": micro_batch_size,

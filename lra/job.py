@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lra.build import make_model, make_task, model_name, num_params, resolved
-from lra.config import RunConfig, config_hash, flatten
+from lra.config import LoggerConfig, RunConfig, TrainConfig, config_hash, fill, flatten
 from lra.progress import Progress, duration
 from lra.task import Dataset, Task, prepare, write_atomically
 
@@ -45,116 +45,255 @@ class Reference:
     baseline_model: Mapping[str, Any]
 
 
-def run_job(config: RunConfig, overrides: list[str], reference: Reference) -> Record:
+class Busy(ValueError):
+    """Another process is working on the same run."""
+
+
+def run_job(
+    config: RunConfig, overrides: list[str], reference: Reference, job_number: int = 0
+) -> Record:
     """Run one entry to its record. Runs that fail write a record too, with what is known.
 
     Raises:
         ValueError: something in the config, the data or the run's folder is not as it must be;
             raised before any training, and no record is written.
     """
-    started = time.monotonic()
-    started_at = _now()
+    started_at, started = _now(), time.monotonic()
 
     # Everything that can be refused is refused before data are touched.
     plain = resolved(config)
     task = make_task(config)
+    from lra import distributed
     from lra.checkpoint import seed_everything
     from lra.hardware import Hardware
 
-    hardware = Hardware(config.hardware)
+    distributed.adopt_slurm()
+    hardware = Hardware(config.hardware, job_number)
     seed_everything(config.seed)
     model = make_model(config, task)
-    model_hash = config_hash(plain)
-    name = model_name(config.model)
+    if config.init_from:
+        model.load_state_dict(selected_weights(Path(config.init_from), model))
+    name, model_hash = model_name(config.model), config_hash(plain)
     run_id = f"{task.name}-{name}-seed{config.seed}-{model_hash[:8]}"
     run_dir = config.paths.outputs / run_id
+    if config.hardware.num_devices > 1 and not distributed.is_worker():
+        return _run_in_processes(config, overrides, reference, run_id, task.name, name)
+    distributed.join(hardware.device.type)
 
     from lra import records
+    from lra.logger import make_logger
+    from lra.trainer import Diverged, Interrupted, Refused, is_out_of_memory, train
 
-    progress = Progress()
+    is_main = distributed.is_main()
+    progress = Progress(quiet=not is_main)
     data = prepare(task, config.paths.cache, num_workers=max(1, config.hardware.num_workers))
-    with _locked(run_dir):
+    with _locked(run_dir) if is_main else contextlib.nullcontext():
         finished = _finished_record(config, task, name, run_id, data, progress)
-        if finished is not None:
-            return finished
-        progress.log = run_dir / "run.log"
+        if distributed.from_main(finished is not None):
+            return finished or records.load(
+                records.record_path(config.paths.results, task.name, name, run_id)
+            )
         why_not, baseline_params = compare(config, plain, reference, task, num_params(model))
         protocol = protocol_of(config, plain, reference, task, data)
-        _describe(
-            progress,
-            config,
-            task,
-            data,
-            name,
-            model,
-            baseline_params,
-            why_not,
-            protocol,
-            hardware,
-            run_dir,
-        )
-
-        from lra.trainer import Diverged, Interrupted, Refused, is_out_of_memory, train
+        if is_main:
+            progress.log = run_dir / "run.log"
+            write_atomically(run_dir / "config.yaml", _yaml(plain))
+            _write_status(run_dir, "running", started_at)
+            for stale in run_dir.glob("traceback*.txt"):
+                stale.unlink()
+            _describe(
+                progress, config, task, data, name, model, baseline_params, why_not, protocol,
+                hardware, run_dir,
+            )  # fmt: skip
 
         status: Status = "completed"
         message, result = "", None
-        write_atomically(run_dir / "config.yaml", _yaml(plain))
-        _write_status(run_dir, "running", started_at)
-        try:
-            result = train(
-                model, data, config.train, hardware, seed=config.seed, run_dir=run_dir,
-                identity={"config_hash": model_hash, "seed": config.seed, "data": data.fingerprint},
-                progress=progress,
-            )  # fmt: skip
-        except Diverged as error:
-            status, message = "diverged", str(error)
-        except Interrupted as error:
-            status, message = "interrupted", str(error)
-        except Refused:
-            raise
-        except Exception as error:
-            status = "out_of_memory" if is_out_of_memory(error) else "failed"
-            message = f"{type(error).__name__}: {error}".splitlines()[0]
-            write_atomically(run_dir / "traceback.txt", traceback.format_exc())
-            progress.say(traceback.format_exc())
-        if result is not None and records.is_at_chance(
-            result.state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
-        ):
-            status, message = "at_chance", "validation accuracy never left the majority class's"
-
-        record = records.Record(
-            schema_version=records.SCHEMA_VERSION,
+        with make_logger(
+            config.logger if is_main else LoggerConfig(),
             run_id=run_id,
-            status=status,
-            task=task.name,
-            model=name,
-            recipe=config.recipe,
-            seed=config.seed,
-            config=plain,
-            config_hash=model_hash,
-            overrides=overrides,
-            protocol=protocol,
-            data=_data_block(data),
-            num_params=num_params(model),
-            baseline_params=baseline_params,
-            apples_to_apples=not why_not,
-            why_not=why_not,
-            result=_result_block(result),
-            curve=result.state.curve if result else _curve_so_far(run_dir),
-            speed=_speed_block(result, time.monotonic() - started),
-            peak_memory_bytes=hardware.peak_memory_bytes(),
-            hardware=hardware.describe(
-                result.micro_batch_size if result else config.hardware.micro_batch_size
-            ),
-            environment=records.environment(),
-            started_at=started_at,
-            finished_at=_now(),
-            message=message,
-        )  # fmt: skip
-        path = records.save(record, config.paths.results)
-        _write_status(run_dir, status, started_at)
-        _conclude(progress, record, path, config.paths.results)
+            run_dir=run_dir,
+            plain_config=plain,
+        ) as logger:
+            try:
+                result = train(
+                    model, data, config.train, hardware, seed=config.seed, run_dir=run_dir,
+                    identity={"config_hash": model_hash, "seed": config.seed,
+                              "data": data.fingerprint, "vocabulary": task.vocabulary_hash()},
+                    progress=progress, log=logger.log,
+                )  # fmt: skip
+            except Diverged as error:
+                status, message = "diverged", str(error)
+            except Interrupted as error:
+                status, message = "interrupted", str(error)
+            except Refused:
+                raise
+            except Exception as error:
+                status = "out_of_memory" if is_out_of_memory(error) else "failed"
+                message = f"{type(error).__name__}: {error}".splitlines()[0]
+                trace = traceback.format_exc()
+                if distributed.world_size() > 1:
+                    message, trace = distributed.first_failure(run_dir, message, trace)
+                if not is_main:
+                    raise
+                write_atomically(run_dir / "traceback.txt", trace)
+                progress.say(trace)
+            if result is not None and records.is_at_chance(
+                result.state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
+            ):
+                status, message = "at_chance", "validation accuracy never left chance"
+
+            record = records.Record(
+                schema_version=records.SCHEMA_VERSION,
+                run_id=run_id,
+                status=status,
+                task=task.name,
+                model=name,
+                recipe=config.recipe,
+                seed=config.seed,
+                config=plain,
+                config_hash=model_hash,
+                overrides=overrides,
+                protocol=protocol,
+                data=_data_block(data),
+                num_params=num_params(model),
+                baseline_params=baseline_params,
+                apples_to_apples=not why_not,
+                why_not=why_not,
+                result=_result_block(result, len(data.val)),
+                curve=result.state.curve if result else _curve_so_far(run_dir),
+                speed=_speed_block(result, time.monotonic() - started),
+                peak_memory_bytes=hardware.peak_memory_bytes(),
+                hardware=hardware.describe(
+                    result.micro_batch_size if result else config.hardware.micro_batch_size
+                ),
+                environment=records.environment(),
+                started_at=started_at,
+                finished_at=_now(),
+                message=message,
+            )
+            if is_main:
+                path = records.save(record, config.paths.results)
+                _write_status(run_dir, status, started_at)
+                logger.finish(json.loads(record.to_json()), EXIT_CODES[status])
+                _conclude(progress, record, path)
         return record
+
+
+def _run_in_processes(
+    config: RunConfig, overrides: list[str], reference: Reference, run_id: str, task: str, name: str
+) -> Record:
+    """Run the job in `hardware.num_devices` processes of this machine and return its record."""
+    import tempfile
+
+    from lra import distributed, records
+
+    path = records.record_path(config.paths.results, task, name, run_id)
+    before = path.stat().st_mtime_ns if path.exists() else None
+    with tempfile.TemporaryDirectory() as folder:
+        refusal = Path(folder) / "refused"
+        try:
+            distributed.launch(
+                _job_process, config.hardware.num_devices, config, overrides, reference, refusal
+            )
+        except RuntimeError:
+            if refusal.exists():
+                raise ValueError(refusal.read_text()) from None
+            if not path.exists() or path.stat().st_mtime_ns == before:
+                raise  # ended without a record, e.g. killed
+    return records.load(path)
+
+
+def _job_process(
+    config: RunConfig, overrides: list[str], reference: Reference, refusal: Path
+) -> None:
+    try:
+        run_job(config, overrides, reference)
+    except (ValueError, OSError) as error:
+        write_atomically(refusal, str(error))
+        raise
+
+
+def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
+    """Evaluate the selected weights of a run, on the data, paths and hardware of `config`.
+
+    Raises:
+        ValueError: no such run or weights, an override that the checkpoint decides, or data with
+            another vocabulary.
+    """
+    import yaml
+
+    from lra.evaluate import evaluate
+    from lra.hardware import Hardware
+
+    assert config.checkpoint is not None
+    source = Path(config.checkpoint)
+    run_dir = source if source.is_dir() else source.parent.parent
+    for override in overrides:
+        name = override.lstrip("+").partition("=")[0]
+        if not name.startswith(("checkpoint", "paths.", "hardware", "task.source", "task.path")):
+            raise ValueError(
+                f"{override}: with checkpoint={config.checkpoint} the run's own config decides; only "
+                "paths, hardware, task.source and task.path can be given"
+            )
+    try:
+        stored = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"checkpoint={source}: no run with a readable config.yaml ({error})"
+        ) from None
+    place = {k: v for k, v in config.task.items() if k in ("source", "path")
+             and any(o.lstrip("+").startswith(f"task.{k}=") for o in overrides)}  # fmt: skip
+    config = dataclasses.replace(
+        config, seed=stored["seed"], model=stored["model"], shape=stored["shape"],
+        task=stored["task"] | place, train=fill(TrainConfig, stored["train"], "train"),
+    )  # fmt: skip
+    task = make_task(config)
+    hardware = Hardware(config.hardware)
+    model = make_model(config, task)
+    model.load_state_dict(selected_weights(source, model, vocabulary=task.vocabulary_hash()))
+    model.to(hardware.device)
+    data = prepare(task, config.paths.cache, num_workers=max(1, config.hardware.num_workers))
+    progress = Progress()
+    progress.say(f"{run_dir.name}: {task.describe_source()}")
+    for name in ("val", "test"):
+        size = config.hardware.micro_batch_size or config.train.batch_size
+        metrics = evaluate(model, getattr(data, name), hardware, batch_size=size)
+        progress.say(
+            f"{name:<5} accuracy {100 * metrics.accuracy:.2f} %  loss {metrics.loss:.4f}  "
+            f"{metrics.num_examples:,} examples"
+        )
+
+
+def selected_weights(source: Path, model: Any, vocabulary: str | None = None) -> dict[str, Any]:
+    """Weights of a checkpoint file, or of a run folder's best (else last) checkpoint.
+
+    Raises:
+        ValueError: nothing there, unreadable, of another architecture or another vocabulary.
+    """
+    from lra import checkpoint
+
+    path = source
+    if source.is_dir():
+        state, _ = checkpoint.load_latest(source / "checkpoints")
+        if state is None:
+            raise ValueError(f"{source}: no checkpoint in its folder 'checkpoints'")
+        if vocabulary and state["identity"].get("vocabulary") not in (None, vocabulary):
+            raise ValueError(
+                f"{source}: was trained with another vocabulary than this task has now"
+            )
+        path = checkpoint.checkpoints(source / "checkpoints")[0]
+        best = source / "checkpoints" / f"best-{state['state']['best_step']:08d}.pt"
+        path = best if best.exists() else path
+    weights: dict[str, Any] = checkpoint.read(path)["model"]
+    own = model.state_dict()
+    wrong = [k for k in own.keys() | weights.keys()
+             if k not in own or k not in weights or own[k].shape != weights[k].shape]  # fmt: skip
+    if wrong:
+        raise ValueError(
+            f"{path}: weights of another architecture ({len(wrong)} of {len(own)} tensors differ, "
+            f"e.g. {sorted(wrong)[0]})"
+        )
+    return weights
 
 
 def compare(
@@ -176,6 +315,8 @@ def compare(
             compared = key.startswith(("shape.", "train.", "task.")) and key not in NOT_COMPARED
             if compared and ours.get(key) != theirs.get(key):
                 why_not.append(f"{key}={ours.get(key)} (recipe: {theirs.get(key)})")
+    if config.init_from:
+        why_not.append(f"init_from={config.init_from}")
     if 10 * params > 11 * baseline:
         why_not.append(
             f"{params:,} parameters, {100 * params / baseline - 100:+.1f} % over softmax"
@@ -246,7 +387,7 @@ def _locked(run_dir: Path) -> Iterator[None]:
         with FileLock(run_dir / "run.lock", timeout=0):
             yield
     except Timeout:
-        raise ValueError(f"{run_dir}: another process is working on this very run") from None
+        raise Busy(f"{run_dir}: another process is working on this very run") from None
 
 
 def _write_status(run_dir: Path, status: str, started_at: str) -> None:
@@ -287,7 +428,7 @@ def _describe(
     progress.say("\n".join(lines))
 
 
-def _conclude(progress: Progress, record: Record, path: Path, results_dir: Path) -> None:
+def _conclude(progress: Progress, record: Record, path: Path) -> None:
     from lra.leaderboard import load_published, task_table
 
     if record.result is None:
@@ -303,16 +444,17 @@ def _conclude(progress: Progress, record: Record, path: Path, results_dir: Path)
     progress.say(f"record   {path}")
 
 
-def _result_block(result: Result | None) -> Any:
+def _result_block(result: Result | None, num_val: int) -> Any:
     from lra.records import RunResult, SplitResult, pack_correct
 
     if result is None:
         return None
-    val, test = (
-        SplitResult(m.accuracy, m.loss, m.num_examples, pack_correct(m.correct_N))
-        for m in (result.val, result.test)
+    test = result.test
+    return RunResult(
+        step=result.step,
+        val=SplitResult(result.val_accuracy, result.val_loss, num_val),
+        test=SplitResult(test.accuracy, test.loss, test.num_examples, pack_correct(test.correct_N)),
     )
-    return RunResult(result.step, dataclasses.replace(val, correct=None), test)
 
 
 def _speed_block(result: Result | None, wall_time_s: float) -> dict[str, float | None]:

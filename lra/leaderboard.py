@@ -368,7 +368,7 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
 
 
 def overrides(record: Record) -> dict[str, str]:
-    """What the command line set: config keys and the experiment; other choices of files left out."""
+    """What the command line set: config keys and the experiment, no other choices of files."""
     given, flat = {}, flatten(record.config)
     for text in record.overrides:
         name, _, value = text.partition("=")

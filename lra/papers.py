@@ -57,14 +57,13 @@ def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row
 
     Our rows of the same recipe that stand against none follow at the end.
     """
-    kinds = ["five"] + (["four"] if paper.four_task_average else [])
     header = ["Model", "Variant", "Figures", *(TITLES[t] for t in paper.tasks), "Avg as printed"]
     header += ["Avg computed"]
     header += ["Avg w/o Retrieval as printed", "computed"] if paper.four_task_average else []
     lines, left = [], [row for row in rows if row.recipe == paper.recipe]
     for p in theirs(paper, published):
         line = [p.model, p.variant, "published", *(p.cells.get(t, "") for t in paper.tasks)]
-        for key, tasks in (("avg", AVERAGES["five"]), ("avg4", WITHOUT_RETRIEVAL))[: len(kinds)]:
+        for key, tasks in printed_averages(paper).items():
             line += [p.cells.get(key, ""), percent(p.average(tasks))]
         lines.append(line)
         for row in [r for r in left if p.source.startswith(paper.source) and stands(paper, p, r)]:
@@ -73,6 +72,12 @@ def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row
     for row in left:
         lines += measured_lines(paper, row, None)
     return Table(header, lines)
+
+
+def printed_averages(paper: Paper) -> dict[str, tuple[str, ...]]:
+    """The averages a paper prints, as keys of `Published.cells`, and their tasks."""
+    averages = {"avg": AVERAGES["five"]}
+    return averages | ({"avg4": WITHOUT_RETRIEVAL} if paper.four_task_average else {})
 
 
 def theirs(paper: Paper, published: Sequence[Published]) -> list[Published]:
@@ -97,8 +102,7 @@ def measured_lines(paper: Paper, row: Row, p: Published | None) -> list[list[str
     printed = [p.cells.get(t, "") if p else "" for t in paper.tasks]
     line = [row.model, row.variant, "measured", *("" if c is None else marked(c) for c in cells)]
     change = [row.model, row.variant, "difference", *map(_difference, ours, printed)]
-    pairs = (("avg", AVERAGES["five"]), ("avg4", WITHOUT_RETRIEVAL))
-    for key, tasks in pairs[: 1 + paper.four_task_average]:
+    for tasks in printed_averages(paper).values():
         known = [row.cells[t].mean for t in tasks if t in row.cells]
         average = mean_std(known)[0] if len(known) == len(tasks) else None
         line += ["", percent(average)]
@@ -114,7 +118,7 @@ def errata(paper: Paper, published: Sequence[Published]) -> list[str]:
     """Printed averages that are not the mean of the printed cells, to the last digit."""
     found = []
     for p in theirs(paper, published):
-        for key, tasks in (("avg", AVERAGES["five"]), ("avg4", WITHOUT_RETRIEVAL)):
+        for key, tasks in printed_averages(paper).items():
             mean, text = p.average(tasks), p.cells.get(key)
             copied = key == "avg" and not p.source.startswith(paper.source)
             if mean is not None and text and not copied and abs(mean - float(text)) > 0.00501:

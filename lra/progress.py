@@ -16,16 +16,22 @@ PLAIN_LINE_EVERY_S = 15.0
 
 
 class Progress:
-    """Prints to standard output and to `log`, which may be set once the run's folder exists."""
+    """Prints to standard output and to `log`, which may be set once the run's folder exists.
 
-    def __init__(self, log: Path | None = None) -> None:
+    Only one of several processes talks; the others are `quiet`.
+    """
+
+    def __init__(self, log: Path | None = None, *, quiet: bool = False) -> None:
         self.log = log
+        self.quiet = quiet
         self._bar: Any = None
 
     def say(self, text: str) -> None:
         """One message, above the bar if there is one."""
         from tqdm import tqdm
 
+        if self.quiet:
+            return
         with contextlib.suppress(BrokenPipeError):
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -52,7 +58,7 @@ class Progress:
             total=num_steps,
             initial=start,
             unit="step",
-            disable=not sys.stderr.isatty(),
+            disable=self.quiet or not sys.stderr.isatty(),
             dynamic_ncols=True,
         ) as self._bar:
             yield self

@@ -111,6 +111,11 @@ class Task:
         """
         raise NotImplementedError
 
+    def vocabulary_hash(self) -> str:
+        """What each raw value stands for, as one hash; stored with checkpoints."""
+        words = [self.decode(np.array([value], np.uint16)) for value in range(self.num_values)]
+        return hashlib.sha256("\n".join(words).encode(errors="surrogateescape")).hexdigest()
+
     def decode(self, values: np.ndarray) -> str:
         """Raw values back to what a person can read."""
         raise NotImplementedError

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +25,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lra import checkpoint
+from lra import checkpoint, distributed
 from lra.config import TrainConfig
 from lra.data import Batch, TokenArrays, train_batches
 from lra.evaluate import Metrics, evaluate
 from lra.hardware import Hardware
 from lra.optim import learning_rate, make_optimizer
 from lra.progress import Progress
+from lra.records import is_at_chance
 from lra.task import Dataset, write_atomically
 
 UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
@@ -59,7 +61,6 @@ class State:
     loss_count: int = 0
     best_step: int = 0
     best_accuracy: float = -1.0
-    best_loss: float = math.inf
     curve: list[dict[str, float]] = field(default_factory=list)
     max_lr: float = 0.0
     train_time_s: float = 0.0  # of the timed steps; evaluation and saving left out
@@ -74,9 +75,20 @@ class Result:
 
     state: State
     step: int
-    val: Metrics
+    val_accuracy: float
+    val_loss: float
     test: Metrics
     micro_batch_size: int
+
+
+class Step(NamedTuple):
+    """One training step; loss and hits are this process's part, on the device."""
+
+    step: int
+    size: int
+    lr: float
+    loss: torch.Tensor
+    hits: torch.Tensor
 
 
 def train(
@@ -89,23 +101,31 @@ def train(
     run_dir: Path,
     identity: dict[str, Any],
     progress: Progress,
+    log: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
 ) -> Result:
     """Train `model` from wherever `run_dir` left off, select a checkpoint, test it once.
 
-    `identity` (config hash, data fingerprint) must equal that of a checkpoint found in `run_dir`.
+    Under torch.distributed every process calls this; each takes its share of every batch, and the
+    main one writes. `identity` (config hash, data fingerprint) must equal that of a checkpoint
+    found in `run_dir`. `log` gets the rows of metrics.jsonl as they come.
 
     Raises:
         Refused: the folder holds checkpoints of another setting.
         Diverged: the loss became infinite or NaN.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 came; the state is saved and can be resumed.
+        Interrupted: a signal or the time limit; the state is saved and can be resumed.
     """
-    folder = run_dir / "checkpoints"
+    started = time.monotonic()
+    folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
     model.to(hardware.device)
     optimizer = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(hardware.device.type, enabled=hardware.config.precision == "fp16")
     state = resume(folder, model, optimizer, scaler, identity, progress)
-    cut_metrics(run_dir / "metrics.jsonl", state.step)
-    forward: Any = torch.compile(model, dynamic=True) if hardware.config.compile else model
+    forward: Any = hardware.parallel(model)
+    if hardware.config.compile:
+        forward = torch.compile(forward, dynamic=True)
+    is_main, is_alone = distributed.is_main(), distributed.world_size() == 1
+    if is_main:
+        cut_metrics(metrics, state.step)
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
     batches = load_batches(
@@ -113,22 +133,30 @@ def train(
     )
 
     def save() -> None:
-        checkpoint.save(folder, state.step, {
-            "model": model.state_dict(), "optimizer": optimizer.state_dict(),
-            "scaler": scaler.state_dict(), "random": checkpoint.random_states(),
-            "state": vars(state), "identity": identity,
-        })  # fmt: skip
+        random_states = distributed.gather(checkpoint.random_states())
+        if is_main:
+            checkpoint.save(folder, state.step, {
+                "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                "scaler": scaler.state_dict(), "random": random_states,
+                "state": vars(state), "identity": identity,
+            })  # fmt: skip
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        if is_main:
+            append_metrics(metrics, rows)
+            log(rows)
 
     def evaluate_on(split: TokenArrays) -> Metrics:
+        # Several processes must stay together, so only a single one may stop between batches.
+        check = stop.check if is_alone else lambda: None
+        network = forward if is_alone else model
         return evaluate(
-            forward, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=stop.check
+            network, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=check
         )
 
-    recent: list[
-        tuple[int, torch.Tensor, torch.Tensor, float]
-    ] = []  # not yet read back from the device
-    saved_at, timed_from = time.monotonic(), state.step + UNTIMED_STEPS
-    window_start, window_steps = time.monotonic(), 0
+    recent: list[Step] = []  # steps whose losses are still on the device
+    saved_at = window_start = time.monotonic()
+    timed_from, window_steps, warned = state.step + UNTIMED_STEPS, 0, False
 
     with stop_on_signals() as stop, progress.bar(cfg.num_steps, state.step) as bar:
         model.train()
@@ -140,29 +168,34 @@ def train(
                 except Interrupted:
                     save()
                     raise
-                state.evaluated_step = state.step
-                state.curve.append({
-                    "step": state.step, "train_loss": state.loss_sum / max(1, state.loss_count),
-                    "val_accuracy": val.accuracy, "val_loss": val.loss,
+                row = {
+                    "step": state.step,
+                    "train_loss": state.loss_sum / max(1, state.loss_count),
+                    "val_accuracy": val.accuracy,
+                    "val_loss": val.loss,
                     "lr": learning_rate(state.step, cfg),
-                })  # fmt: skip
-                state.loss_sum, state.loss_count = 0.0, 0
+                }
+                state.curve.append(row)
+                state.evaluated_step, state.loss_sum, state.loss_count = state.step, 0.0, 0
                 if val.accuracy > state.best_accuracy:
-                    state.best_step, state.best_accuracy, state.best_loss = (
-                        state.step,
-                        val.accuracy,
-                        val.loss,
-                    )
-                    if cfg.selection == "best_val":
+                    state.best_step, state.best_accuracy = state.step, val.accuracy
+                    if cfg.selection == "best_val" and is_main:
                         checkpoint.write(
-                            folder / f"best-{state.step:08d}.pt", {"model": model.state_dict()}
+                            best_path(folder, state.step), {"model": model.state_dict()}
                         )
-                append_metrics(run_dir / "metrics.jsonl", [{"split": "val"} | state.curve[-1]])
-                progress.evaluation(state.curve[-1], best=state.best_step == state.step)
+                write([{"split": "val"} | row])
+                progress.evaluation(row, best=state.best_step == state.step)
                 if (
-                    cfg.checkpoint_every is None
-                    and time.monotonic() - saved_at > CHECKPOINT_INTERVAL_S
+                    not warned
+                    and 4 * state.step >= cfg.num_steps
+                    and is_at_chance(
+                        state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
+                    )
                 ):
+                    progress.say("warning: after a quarter of the steps validation is at chance")
+                    warned = True
+                late = is_main and time.monotonic() - saved_at > CHECKPOINT_INTERVAL_S
+                if cfg.checkpoint_every is None and distributed.from_main(late):
                     save()
                     saved_at = time.monotonic()
             if state.step == cfg.num_steps:
@@ -171,7 +204,7 @@ def train(
             if window_steps == 0:
                 hardware.synchronize()
                 window_start = time.monotonic()
-            batch, num_tokens = next(batches)
+            batch, size, num_tokens = next(batches)
             state.step += 1
             lr = learning_rate(state.step, cfg)
             for group in optimizer.param_groups:
@@ -179,10 +212,13 @@ def train(
             random_states = checkpoint.random_states()
             while True:
                 try:
-                    loss, hits = accumulate(forward, batch, micro_batch_size, hardware, scaler)
+                    loss, hits = accumulate(
+                        forward, batch, size, hardware, scaler, micro_batch_size=micro_batch_size
+                    )
                     break
                 except (RuntimeError, MemoryError) as error:
-                    if not is_out_of_memory(error) or micro_batch_size == 1:
+                    # Several processes cannot repeat a step that one of them did not finish.
+                    if not is_out_of_memory(error) or micro_batch_size == 1 or not is_alone:
                         raise
                 micro_batch_size = -(-micro_batch_size // 2)
                 progress.say(
@@ -196,68 +232,75 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-            recent.append((len(batch), loss, hits, lr))
+            recent.append(Step(state.step, size, lr, loss, hits))
             state.max_lr = max(state.max_lr, lr)
             if state.step > timed_from:
                 window_steps += 1
-                state.timed_examples += len(batch)
+                state.timed_examples += size
                 state.timed_tokens += num_tokens
 
-            # Reading the loss makes the host wait for the device, so it is done every few steps.
+            # Reading the loss makes the host wait for the device, so it is done every few steps;
+            # several processes agree at these steps on whether to stop.
             saving = cfg.checkpoint_every and state.step % cfg.checkpoint_every == 0
             evaluating = state.step % cfg.eval_every == 0 or state.step == cfg.num_steps
-            if state.step % cfg.log_every == 0 or evaluating or saving or stop.requested:
-                rows = read_back(recent, state)
-                recent.clear()
-                if window_steps:
-                    state.train_time_s += time.monotonic() - window_start
-                    state.timed_steps += window_steps
-                    window_steps = 0
-                append_metrics(run_dir / "metrics.jsonl", rows)
-                bad = next((r for r in rows if not math.isfinite(r["loss"])), None)
-                if bad:
-                    state.step = int(bad["step"])
-                    raise Diverged(
-                        f"step {bad['step']}: the loss is {bad['loss']}; lower train.lr, lengthen "
-                        "train.warmup_steps or set train.clip_norm"
-                    )
-                bar.update(rows, state)
-            if stop.requested:
+            if cfg.time_limit is not None and time.monotonic() - started > cfg.time_limit:
+                stop.requested = stop.requested or f"train.time_limit={cfg.time_limit:g} s"
+            reading = state.step % cfg.log_every == 0 or evaluating or saving
+            if not reading and not (is_alone and stop.requested):
+                continue
+            rows = read_back(recent, state)
+            recent.clear()
+            if window_steps:
+                state.train_time_s += time.monotonic() - window_start
+                state.timed_steps += window_steps
+                window_steps = 0
+            write(rows)
+            bad = next((r for r in rows if not math.isfinite(r["loss"])), None)
+            if bad:
+                raise Diverged(
+                    f"step {bad['step']}: the loss is {bad['loss']}; lower train.lr, lengthen "
+                    "train.warmup_steps or set train.clip_norm"
+                )
+            bar.update(rows, state)
+            if distributed.any_of(bool(stop.requested), hardware.device):
                 save()
-                raise Interrupted(f"stopped by {stop.requested} at step {state.step}")
+                raise Interrupted(
+                    f"stopped by {stop.requested or 'another process'} at step {state.step}"
+                )
             if saving:
                 save()
 
-        save()  # a run that is killed from here on only has the last evaluation to repeat
+        save()  # a run that is killed from here on only has the test to repeat
+        selected = state.best_step if cfg.selection == "best_val" else state.step
         if cfg.selection == "best_val":
-            model.load_state_dict(
-                checkpoint.read(folder / f"best-{state.best_step:08d}.pt")["model"]
-            )
-            selected = state.best_step
-        else:
-            selected = state.step
-        val, test = evaluate_on(data.val), evaluate_on(data.test)
-    return Result(state, selected, val, test, micro_batch_size)
+            model.load_state_dict(checkpoint.read(best_path(folder, selected))["model"])
+        test = evaluate_on(data.test)
+    row = next(r for r in state.curve if r["step"] == selected)
+    return Result(state, selected, row["val_accuracy"], row["val_loss"], test, micro_batch_size)
 
 
 def accumulate(
     forward: Callable[..., torch.Tensor],
     batch: Batch,
-    micro_batch_size: int,
+    size: int,
     hardware: Hardware,
     scaler: torch.amp.GradScaler,
+    *,
+    micro_batch_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the batch's gradient to the parameters; return its loss and hits, on the device."""
+    """Add the gradient of this process's part of a batch of `size`; return its loss and hits."""
     loss = torch.zeros((), device=hardware.device)
     hits = torch.zeros((), device=hardware.device, dtype=torch.int64)
-    for micro in batch.split(micro_batch_size):
-        with hardware.autocast():
-            logits_BC = forward(micro.tokens_BSL, micro.lengths_BS)
-        # Sum over rows, then divide by the whole batch: any split gives the same gradient.
-        micro_loss = F.cross_entropy(logits_BC.float(), micro.labels_B, reduction="sum") / len(
-            batch
-        )
-        scaler.scale(micro_loss).backward()
+    parts = list(batch.split(micro_batch_size))
+    for i, micro in enumerate(parts):
+        with hardware.without_exchange(forward, i < len(parts) - 1):
+            with hardware.autocast():
+                logits_BC = forward(micro.tokens_BSL, micro.lengths_BS)
+            losses_B = F.cross_entropy(logits_BC.float(), micro.labels_B, reduction="none")
+            # Sum over rows, then divide by the whole batch: any split gives the same gradient.
+            micro_loss = losses_B.sum() / size
+            # Gradients are averaged over the processes, and a sum is wanted.
+            scaler.scale(micro_loss * distributed.world_size()).backward()
         loss += micro_loss.detach()
         hits += (logits_BC.detach().argmax(dim=1) == micro.labels_B).sum()
     return loss, hits
@@ -287,6 +330,9 @@ def resume(
     for warning in warnings:
         progress.say(f"warning: {warning}")
     if saved is None:
+        # Weights are equal in all processes, dropout must not be.
+        if distributed.rank():
+            torch.manual_seed(torch.initial_seed() + distributed.rank())
         return State()
     for name, value in identity.items():
         if saved["identity"].get(name) != value:
@@ -297,7 +343,13 @@ def resume(
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     scaler.load_state_dict(saved["scaler"])
-    checkpoint.restore_random_states(saved["random"])
+    if len(saved["random"]) == distributed.world_size():
+        checkpoint.restore_random_states(saved["random"][distributed.rank()])
+    else:
+        progress.say(
+            f"warning: saved by {len(saved['random'])} processes, now {distributed.world_size()}: "
+            "dropout goes on from other random numbers"
+        )
     progress.say(f"resuming at step {saved['state']['step']}")
     return State(**saved["state"])
 
@@ -310,24 +362,31 @@ def load_batches(
     seed: int,
     first_step: int,
     pad_to: int | None,
-) -> Iterator[tuple[Batch, int]]:
-    """Batches on the device and their numbers of real tokens, whatever the number of workers."""
-    indices = train_batches(
-        split.lengths, cfg.batch_size, seed=seed, bucketing=cfg.length_bucketing,
-        first_step=first_step, last_step=cfg.num_steps,
-    )  # fmt: skip
+) -> Iterator[tuple[Batch, int, int]]:
+    """This process's part of each batch, on the device; size and real tokens of the whole batch.
+
+    The same whatever the number of workers.
+    """
+    rank, world = distributed.rank(), distributed.world_size()
+
+    def order() -> Iterator[np.ndarray]:
+        return train_batches(
+            split.lengths, cfg.batch_size, seed=seed, bucketing=cfg.length_bucketing,
+            first_step=first_step, last_step=cfg.num_steps,
+        )  # fmt: skip
+
     workers = hardware.config.num_workers
     batches: Iterable[Batch] = DataLoader(
         _Batches(split, pad_to),
-        sampler=indices,
+        sampler=(whole[rank::world] for whole in order()),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=4 if workers else None,
         pin_memory=hardware.device.type == "cuda",
         generator=torch.Generator(),  # leaves the run's own random state alone
     )
-    for batch in batches:
-        yield batch.to(hardware.device), int(batch.lengths_BS.sum())
+    for whole, batch in zip(order(), batches, strict=True):
+        yield batch.to(hardware.device), len(whole), int(split.lengths_NS[whole].sum())
 
 
 class _Batches(torch.utils.data.Dataset):
@@ -338,24 +397,15 @@ class _Batches(torch.utils.data.Dataset):
         return self.split.batch(indices, self.pad_to)
 
 
-def read_back(
-    recent: list[tuple[int, torch.Tensor, torch.Tensor, float]], state: State
-) -> list[dict[str, Any]]:
-    """The last steps as rows for metrics.jsonl; waits for the device once."""
-    losses = torch.stack([loss for _, loss, _, _ in recent]).tolist()
-    hits = torch.stack([hit for _, _, hit, _ in recent]).tolist()
-    first = state.step - len(recent) + 1
+def read_back(recent: list[Step], state: State) -> list[dict[str, Any]]:
+    """The last steps as rows for metrics.jsonl; waits once for the device and other processes."""
+    losses = distributed.all_sum(torch.stack([s.loss for s in recent])).tolist()
+    hits = distributed.all_sum(torch.stack([s.hits for s in recent])).tolist()
     state.loss_sum += sum(losses)
     state.loss_count += len(losses)
     return [
-        {
-            "split": "train",
-            "step": first + i,
-            "loss": losses[i],
-            "accuracy": hits[i] / size,
-            "lr": lr,
-        }
-        for i, (size, _, _, lr) in enumerate(recent)
+        {"split": "train", "step": s.step, "loss": loss, "accuracy": hit / s.size, "lr": s.lr}
+        for s, loss, hit in zip(recent, losses, hits, strict=True)
     ]
 
 
@@ -363,6 +413,11 @@ def append_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add lines to metrics.jsonl."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def best_path(folder: Path, step: int) -> Path:
+    """Where the weights of the best evaluation lie."""
+    return folder / f"best-{step:08d}.pt"
 
 
 def cut_metrics(path: Path, step: int) -> None:
@@ -389,12 +444,12 @@ class _Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[_Stop]:
-    """Catch SIGINT, SIGTERM and SIGUSR1 (Slurm's early warning) once; a second acts as usual."""
+    """Catch SIGINT, SIGTERM, USR1 and USR2 (schedulers' warnings) once; later ones as usual."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {s: signal.getsignal(s) for s in signals}
 
     def remember(number: int, _frame: object) -> None:
@@ -408,3 +463,6 @@ def stop_on_signals() -> Iterator[_Stop]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+        if stop.requested == "SIGUSR2" and callable(before[signal.SIGUSR2]):
+            # The state is saved; let a job scheduler's own handler put the job back in its queue.
+            os.kill(os.getpid(), signal.SIGUSR2)

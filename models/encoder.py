@@ -15,6 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.dropout import Dropout
 from models.layers import Embedding, FeedForward, initialise
 from models.shape import Shape
 
@@ -30,7 +31,7 @@ class Block(nn.Module):
         self.pre_norm = shape.norm == "pre"
         self.norm1 = nn.LayerNorm(shape.d_model)
         self.mixer = mixer
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = Dropout(shape.dropout)
         self.norm2 = nn.LayerNorm(shape.d_model)
         self.ffn = FeedForward(shape)
 

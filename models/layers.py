@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.dropout import Dropout, attend_with_dropout, has_fast_path
 from models.shape import Shape
 
 
@@ -47,18 +48,24 @@ def attend(
     v_BHNK: Tensor,
     mask_BN: Tensor | None,
     *,
+    query_mask_BL: Tensor | None = None,
     dropout: float = 0.0,
     causal: bool = False,
 ) -> Tensor:
-    """Softmax attention, softmax(q k^T / sqrt(K)) v, by PyTorch's fused kernels; [B, H, L, K].
+    """Softmax attention, softmax(q k^T / sqrt(K)) v, in memory linear in L and N; [B, H, L, K].
 
     `mask_BN` says which keys may be read. A row without any readable key reads all of them, so that
     it stays finite on every backend; its result is for nobody to use. A causal row t reads keys
-    0 .. t and needs no mask as long as padding stands behind the tokens.
+    0 .. t and needs no mask as long as padding stands behind the tokens. `query_mask_BL` says which
+    results are of use, so that work on the others may be saved.
     """
-    mask_B11N = None
     if mask_BN is not None:
-        mask_B11N = (mask_BN | ~mask_BN.any(dim=1, keepdim=True))[:, None, None, :]
+        mask_BN = mask_BN | ~mask_BN.any(dim=1, keepdim=True)
+    if dropout > 0 and has_fast_path(q_BHLK):
+        return attend_with_dropout(
+            q_BHLK, k_BHNK, v_BHNK, mask_BN, query_mask_BL, p=dropout, causal=causal
+        )
+    mask_B11N = None if mask_BN is None else mask_BN[:, None, None, :]
     return F.scaled_dot_product_attention(
         q_BHLK, k_BHNK, v_BHNK, attn_mask=mask_B11N, dropout_p=dropout, is_causal=causal
     )
@@ -93,9 +100,9 @@ class FeedForward(nn.Module):
         inner_dropout = shape.activation_dropout
         self.up = nn.Linear(shape.d_model, shape.d_ff)
         self.activation = nn.ReLU() if shape.activation == "relu" else nn.GELU()  # exact, with erf
-        self.inner_dropout = nn.Dropout(shape.dropout if inner_dropout is None else inner_dropout)
+        self.inner_dropout = Dropout(shape.dropout if inner_dropout is None else inner_dropout)
         self.down = nn.Linear(shape.d_ff, shape.d_model)
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = Dropout(shape.dropout)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """Same map at every position; [B, L, D]."""
@@ -127,7 +134,7 @@ class Embedding(nn.Module):
         else:
             self.positions = None
         self.norm = nn.LayerNorm(shape.d_model) if shape.embedding_norm else nn.Identity()
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = Dropout(shape.dropout)
 
     def forward(self, tokens_BL: Tensor) -> Tensor:
         """Embed ids; [B, L, D], or [B, L + 1, D] with a class token.

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from models.dropout import Dropout
 from models.encoder import Encoder
 from models.layers import FeedForward, StackedLinear, attend, check_causal, sinusoidal_table
 from models.shape import Shape
@@ -155,7 +156,7 @@ class LunaCausalAttention(nn.Module):
         self.num_heads = shape.num_heads
         self.scale = shape.attention_head_dim**-0.5
         self.activation = activation
-        self.dropout = nn.Dropout(shape.attention_dropout)
+        self.dropout = Dropout(shape.attention_dropout)
         width, bias = shape.num_heads * shape.attention_head_dim, shape.attention_bias
         self.pack_query = nn.Linear(shape.d_model, width, bias=bias)
         # From the tokens: query, packing key, and key and value for reading, one or two maps.
@@ -233,7 +234,7 @@ class LunaBlock(nn.Module):
         self.norm1 = nn.LayerNorm(shape.d_model)
         self.memory_norm: nn.LayerNorm | None = nn.LayerNorm(shape.d_model)
         self.mixer = mixer
-        self.dropout = nn.Dropout(shape.dropout)
+        self.dropout = Dropout(shape.dropout)
         self.norm2 = nn.LayerNorm(shape.d_model)
         self.ffn = FeedForward(shape)
 

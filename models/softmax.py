@@ -46,6 +46,7 @@ class SoftmaxAttention(nn.Module):
             v_BHLK,
             # With padding behind the tokens a causal row meets none, and the kernels take one rule.
             None if self.causal else mask_BL,
+            query_mask_BL=mask_BL,
             dropout=self.dropout if self.training else 0.0,
             causal=self.causal,
         )

@@ -1,4 +1,4 @@
-"""Which runs count and which share a cell; tables as Markdown, LaTeX and CSV; the papers' tables."""
+"""Which runs count and which share a cell; tables as Markdown, LaTeX and CSV; papers' tables."""
 
 from __future__ import annotations
 

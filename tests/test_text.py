@@ -449,6 +449,10 @@ FAULTS = {
         ),
         ["aclImdb_v1.tar.gz", "aclImdb/more/train/neg/0_2.txt"],
     ),
+    "archive that is a page": (
+        lambda d: (d / "aclImdb_v1.tar.gz").write_bytes(b"<html>404</html>"),
+        ["aclImdb_v1.tar.gz", "not a whole tar archive"],
+    ),
     "label out of range": (
         lambda d: _table(d, text=["a", "b"], label=[0, 2]),
         ["train-00000-of-00001.parquet, row 1", "label 2"],

@@ -240,7 +240,7 @@ def test_the_reported_test_number_is_that_of_the_chosen_step(
     )
     result = run(tmp_path / "run", data, model=lambda: Scripted(VAL, TEST), selection=selection)
     assert result.step == step  # the first of two equally good steps, or the last
-    assert result.val.accuracy == pytest.approx(VAL[step])
+    assert result.val_accuracy == pytest.approx(VAL[step])
     assert result.test.accuracy == pytest.approx(TEST[step])
     assert sum(split is data.test for split in reads) == 1
 

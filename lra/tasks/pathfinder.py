@@ -1,41 +1,36 @@
-"""Pathfinder: are two marked points joined by a dashed contour? Grey pixels, row by row; two classes.
+"""Pathfinder: are two marked points joined by a dashed contour? Pixels row by row; two classes.
 
-Task: Long Range Arena (Tay et al. 2020, section 2.2.5, arXiv:2011.04006), with pictures of 32 x 32;
-Path-X is the same with 128 x 128. Pictures after Linsley et al. 2018 (arXiv:1805.08315). Grey values
-0 to 255 are the tokens, id = value + 1, so that the black ground is never taken for padding.
+Task: Long Range Arena (Tay et al. 2020, section 2.2.5, arXiv:2011.04006), with grey pictures of
+32 x 32; Path-X is the same with 128 x 128. Pictures after Linsley et al. 2018 (arXiv:1805.08315).
+Grey values 0 to 255 are the tokens, id = value + 1: black ground is never taken for padding.
 
-A folder of the release, `pathfinder<R>/<level>`, has pictures `imgs/<batch>/sample_<i>.png` and, in
-spite of their names, text files `metadata/<batch>.npy` with a line for each picture (others save
-real arrays of the same rows):
-
-    imgs/0 sample_7.png 7 1 1.0 14 4 2 0.5 1 1
-
-These are folder, file, number in the batch, label (1: joined), continuity, paddles of a target
-contour and of a distractor, length, thickness and margin of a paddle, number of contrasts.
-
-Legend: N pictures, R side of a picture, P = R * R pixels.
+Legend: N pictures, P pixels of a picture.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import math
 import os
-import struct
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, ClassVar, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.task import SPLITS, Example, Task, write_atomically
+from lra.task import SPLITS, Example, Task
+from lra.tasks.pathfinder_files import (
+    NAMES_SHOWN,
+    Index,
+    Listed,
+    index_level,
+    read_pictures,
+    write_level,
+)
 from lra.tasks.pathfinder_generator import PathfinderParams, generate, params_for
-from lra.tasks.sources import is_archive, read_file
+from lra.tasks.sources import is_archive
 from lra.tasks.workers import map_in_order
 
 LEVELS = {
@@ -64,10 +59,11 @@ class Pathfinder(Task):
 
     The release has no splits. Test and validation are a tenth each of the listed pictures, those
     with the lowest hashes of `split_seed` and path within the level's folder; so neither the run's
-    seed nor the order of files plays a part. Empty and damaged pictures are then left out and named.
+    seed nor the order of files plays a part. After that, empty and damaged pictures are left out
+    and named.
 
-    Generated splits are parts of one endless row of pictures that lie far apart, so a split's
-    pictures do not depend on the sizes of the others.
+    Generated splits are far apart in one endless row of pictures, so that none depends on the sizes
+    of the others.
 
     The synthetic stand-in is noise in scattered squares on black, dim or bright by class.
 
@@ -107,8 +103,8 @@ class Pathfinder(Task):
             raise ValueError(f"task.resolution={self.resolution}: expected 32, 64, 128 or 256")
         if self.max_length != self.resolution**2:
             raise ValueError(
-                f"task.max_length={self.max_length}: expected {self.resolution**2}, the pixels of a "
-                f"picture with task.resolution={self.resolution}"
+                f"task.max_length={self.max_length}: expected {self.resolution**2}, the pixels of "
+                f"a picture with task.resolution={self.resolution}"
             )
         if self.path is not None and self.source in ("generated", "synthetic"):
             raise ValueError(
@@ -195,8 +191,8 @@ class Pathfinder(Task):
         """
         if self.kind != "files":
             return []
-        pictures = [self._level / picture.path for picture in self._index.listed]
-        return [*self._index.metadata, *pictures]
+        level = self._level
+        return [*self._index.metadata, *(level / row.path for row in self._index.listed)]
 
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content.
@@ -308,12 +304,11 @@ class Pathfinder(Task):
             left_out += damaged
             for pixels, label in zip(pictures, labels, strict=True):
                 yield Example((pixels,), label)
+        if split == "train":
+            left_out += [f"{path}: not listed in the metadata" for path in self._index.unlisted]
         if left_out:
-            _say_left_out(f"{len(left_out)} of {len(rows)} {split} pictures", left_out)
-        if split == "train" and self._index.unlisted:
-            unlisted = self._index.unlisted
-            _say_left_out(f"{len(unlisted)} pictures that no metadata list", unlisted)
-            left_out += [f"{path}: in no metadata" for path in unlisted]
+            names = "; ".join(left_out[:NAMES_SHOWN]) + ("; ..." if left_out[NAMES_SHOWN:] else "")
+            print(f"  {split}: {len(left_out)} pictures left out: {names}", file=sys.stderr)
         self.skipped.setdefault(split, []).extend(left_out)
 
     @cached_property
@@ -424,11 +419,10 @@ def make_block(
     params: PathfinderParams, seed: int, start: int, count: int, file: Path | None
 ) -> np.ndarray:
     """Generated pictures [N, 1 + P] (uint8), label first; kept in `file`, and taken from there."""
-    if (
-        file is not None
-        and (kept := _load_block(file, (count, 1 + params.resolution**2))) is not None
-    ):
-        return kept
+    if file is not None:
+        kept = _load_block(file, (count, 1 + params.resolution**2))
+        if kept is not None:
+            return kept
     pictures = generate(params, seed, start, count)
     block = np.column_stack([pictures.labels_N, pictures.images_NRR.reshape(count, -1)])
     if file is not None:
@@ -458,3 +452,41 @@ def _save_block(file: Path, block: np.ndarray) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def export(
+    task: Pathfinder,
+    folder: Path,
+    *,
+    truth: Path | None = None,
+    pictures_per_batch: int = 1000,
+    num_workers: int = 1,
+) -> Path:
+    """Write a task's generated pictures in the layout of the release, below `folder`.
+
+    Train, val and test follow each other; no batch has pictures of two of them. `truth` is a table
+    to write with the places of the markers and of both ends of both target contours.
+
+    Returns:
+        The level's folder.
+
+    Raises:
+        ValueError: that folder is there already, or the task does not generate.
+    """
+    if task.kind != "generated":
+        raise ValueError(
+            f"task '{task.name}': only generated pictures are exported, but the source is "
+            f"{task.describe_source()}; set task.source=generated"
+        )
+    if pictures_per_batch < 1:
+        raise ValueError(f"pictures_per_batch={pictures_per_batch}: expected at least 1")
+    level = folder / f"pathfinder{task.resolution}" / LEVELS[task.difficulty]
+    batches = [
+        (i * SPLIT_STRIDE + low, min(pictures_per_batch, task.sizes[split] - low))
+        for i, split in enumerate(SPLITS)
+        for low in range(0, task.sizes[split], pictures_per_batch)
+    ]
+    write_level(
+        level, task.params, task.generator_seed, batches, truth=truth, num_workers=num_workers
+    )
+    return level

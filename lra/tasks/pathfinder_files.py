@@ -20,6 +20,7 @@ import math
 import os
 import struct
 import zlib
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from lra.tasks.pathfinder_generator import PathfinderParams, generate
 from lra.tasks.sources import read_file
 from lra.tasks.workers import map_in_order
 
+NAMES_SHOWN = 5  # in a message
 MAX_PICTURE_BYTES = 1 << 20  # of a file; a picture that cannot be packed at all has 65 kB
 # Of the table of the truth: points are (y, x); an origin is the end at which a contour starts.
 TRUTH_COLUMNS = (
@@ -40,7 +42,6 @@ TRUTH_COLUMNS = (
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
-_NAMES_SHOWN = 5  # in a message
 
 
 class Listed(NamedTuple):
@@ -58,9 +59,6 @@ class Index(NamedTuple):
     metadata: list[Path]
     listed: list[Listed]
     unlisted: list[str]
-
-
-# --- metadata -------------------------------------------------------------------------------------
 
 
 def index_level(level: Path) -> Index:
@@ -94,14 +92,15 @@ def index_level(level: Path) -> Index:
         with os.scandir(level / "imgs") as entries:
             folders |= {f"imgs/{entry.name}" for entry in entries if entry.is_dir()}
     for name in sorted(folders):
-        if os.path.isdir(level / name):
+        prefix = f"{name}/" if name else ""
+        if (level / name).is_dir():
             with os.scandir(level / name) as entries:
-                present |= {os.path.join(name, entry.name) for entry in entries if entry.is_file()}
+                present.update([prefix + entry.name for entry in entries if entry.is_file()])
     if missing := [row for row in listed if row.path not in present]:
-        names = ", ".join(f"{row.path} ({_where(row)})" for row in missing[:_NAMES_SHOWN])
+        names = ", ".join(f"{row.path} ({_where(row)})" for row in missing[:NAMES_SHOWN])
         raise ValueError(
-            f"{level}: {len(missing)} of {len(listed)} pictures that the metadata list are missing: "
-            f"{names}{', ...' if len(missing) > _NAMES_SHOWN else ''}; unpack the release again"
+            f"{level}: {len(missing)} of {len(listed)} pictures are missing: {names}"
+            f"{', ...' if len(missing) > NAMES_SHOWN else ''}; unpack the release again"
         )
     unlisted = sorted(path for path in present - lines.keys() if path.endswith(".png"))
     return Index(metadata, listed, unlisted)
@@ -124,11 +123,11 @@ def read_metadata(file: Path) -> list[Listed]:
             line = data.count(b"\n", 0, error.start) + 1
             raise ValueError(f"{file}, line {line}: neither UTF-8 text nor a NumPy array") from None
     name, rows = str(file), []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
+    for number, text in enumerate(lines, 1):
+        if not text.strip():
             continue
         try:
-            rows.append(Listed(*_parse_line(line), name, number))
+            rows.append(Listed(*_parse_line(text), name, number))
         except ValueError as error:
             raise ValueError(f"{file}, line {number}: {error}") from None
     if not rows:
@@ -145,12 +144,21 @@ def _parse_line(line: str) -> tuple[str, int]:
             f"{line[:80]!r}"
         )
     folder, name, _, label = columns[:4]
-    path = PurePosixPath(folder, name)
-    if path.is_absolute() or ".." in path.parts or "/" in name or "\0" in line or "\\" in line:
+    prefix = _prefix(folder)
+    if prefix is None or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise ValueError(f"{f'{folder} {name}'[:80]!r} does not stay within the level's folder")
     if label not in _LABELS:
         raise ValueError(f"label {label[:80]!r} in column 4, expected 0 or 1")
-    return str(path), _LABELS[label]
+    return prefix + name, _LABELS[label]
+
+
+@lru_cache(maxsize=1024)
+def _prefix(folder: str) -> str | None:
+    """A folder as the first part of a path, in one spelling; None if it leads elsewhere."""
+    path = PurePosixPath(folder)
+    if path.is_absolute() or ".." in path.parts or "\\" in folder or "\0" in folder:
+        return None
+    return f"{path}/" if path.parts else ""
 
 
 def _array_lines(data: bytes, where: str) -> list[str]:
@@ -165,25 +173,29 @@ def _array_lines(data: bytes, where: str) -> list[str]:
         shape, is_fortran, dtype = read_header(stream)
     except Exception as error:  # a damaged header may fail in any way
         raise ValueError(f"{where}: a NumPy array with a damaged header ({error})") from None
-    if dtype.hasobject or not (dtype.kind in "US" or dtype.names) or len(shape) not in (1, 2):
+    if dtype.hasobject:
+        raise ValueError(f"{where}: a NumPy array of Python objects, which are never unpickled")
+    if not (dtype.kind in "US" or dtype.names) or len(shape) not in (1, 2):
         raise ValueError(
-            f"{where}: a NumPy array of {dtype} with {len(shape)} axes, expected rows of texts; "
-            "Python objects are never unpickled"
+            f"{where}: a NumPy array of {dtype} with {len(shape)} axes, expected rows of texts"
         )
     body = data[stream.tell() :]
     try:
         if math.prod(shape) * dtype.itemsize != len(body):
             raise ValueError(f"its shape is {shape}, but {len(body)} bytes follow")
         array = np.frombuffer(body, dtype).reshape(shape, order="F" if is_fortran else "C")
-        rows = [
-            [v.decode() if isinstance(v, bytes) else str(v) for v in np.atleast_1d(row).tolist()]
-            for row in array
-        ]
+        lines = [_join(row) for row in array.tolist()]
     except ValueError as error:
         raise ValueError(f"{where}: a damaged NumPy array ({error})") from None
-    lines = [" ".join(row) for row in rows]
     # A single row may have lost its axis.
-    return [" ".join(lines)] if not any(" " in line for line in lines) else lines
+    return lines if any(" " in line for line in lines) else [" ".join(lines)]
+
+
+def _join(row: Any) -> str:
+    """A row of an array, or a part of one, as text."""
+    if isinstance(row, list | tuple):
+        return " ".join(map(_join, row))
+    return row.decode() if isinstance(row, bytes) else str(row)
 
 
 def _batch_order(file: Path) -> tuple[bool, int, str]:
@@ -194,11 +206,6 @@ def _batch_order(file: Path) -> tuple[bool, int, str]:
 
 def _where(row: Listed) -> str:
     return f"{row.file}, line {row.line}"
-
-
-def _say_left_out(what: str, names: list[str]) -> None:
-    dots = ", ..." if len(names) > _NAMES_SHOWN else ""
-    print(f"  {what} left out: {', '.join(names[:_NAMES_SHOWN])}{dots}", file=sys.stderr)
 
 
 # --- pictures -------------------------------------------------------------------------------------
@@ -285,85 +292,60 @@ def _check_png(data: bytes, resolution: int) -> None:
         start = end
 
 
-# --- export ---------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
-def export(
-    task: Pathfinder,
-    folder: Path,
+def write_level(
+    level: Path,
+    params: PathfinderParams,
+    seed: int,
+    batches: list[tuple[int, int]],
     *,
     truth: Path | None = None,
-    batch_size: int = 1000,
     num_workers: int = 1,
-) -> Path:
-    """Write a task's generated pictures in the layout of the release, below `folder`.
+) -> None:
+    """Write a level's folder of generated pictures; a batch is its first picture and their number.
 
-    Train, val and test follow each other; no batch has pictures of two of them. `truth` is a table
-    (TSV) to write with the places of markers and of both ends of both target contours.
-
-    Returns:
-        The level's folder.
+    `truth` is a table of tab-separated columns, see `TRUTH_COLUMNS`, with a row for each picture.
 
     Raises:
-        ValueError: the level's folder is there already, or the task does not generate.
+        ValueError: the folder is there already.
     """
-    if task.kind != "generated":
-        raise ValueError(
-            f"task '{task.name}': only generated pictures are exported, but the source is "
-            f"{task.describe_source()}; set task.source=generated"
-        )
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: expected at least 1")
-    level = folder / f"pathfinder{task.resolution}" / LEVELS[task.difficulty]
     if level.exists():
-        raise ValueError(f"{level}: exists already; move it away or export to another folder")
+        raise ValueError(f"{level}: exists already; move it away or write to another folder")
     (level / "metadata").mkdir(parents=True)
-    starts = [
-        (i * SPLIT_STRIDE + low, min(batch_size, task.sizes[split] - low))
-        for i, split in enumerate(SPLITS)
-        for low in range(0, task.sizes[split], batch_size)
-    ]
     jobs = (
-        (task.params, task.generator_seed, start, count, level, batch)
-        for batch, (start, count) in enumerate(starts)
+        (level, batch, params, seed, start, count) for batch, (start, count) in enumerate(batches)
     )
-    rows = [list(TRUTH_COLUMNS)]
-    for batch_rows in map_in_order(export_batch, jobs, num_workers):
+    rows = ["\t".join(TRUTH_COLUMNS) + "\n"]
+    for batch_rows in map_in_order(write_batch, jobs, num_workers):
         if truth is not None:
             rows += batch_rows
     if truth is not None:
-        text = "".join("\t".join(map(str, row)) + "\n" for row in rows)
-        write_atomically(truth, text)
-    return level
+        write_atomically(truth, "".join(rows))
 
 
-def export_batch(
-    params: PathfinderParams, seed: int, start: int, count: int, level: Path, batch: int
-) -> list[list[Any]]:
-    """Generate and write one batch; returns its rows of the table of the truth."""
+def write_batch(
+    level: Path, batch: int, params: PathfinderParams, seed: int, start: int, count: int
+) -> list[str]:
+    """Generate and write a batch; returns its rows for the table of the truth."""
     from PIL import Image
 
     pictures = generate(params, seed, start, count)
+    ends_NSEC = np.stack([pictures.origins_NSC, pictures.terminals_NSC], axis=2)
     folder = level / "imgs" / str(batch)
     folder.mkdir(parents=True)
-    lines = []
+    metadata, truth = [], []
     for i, image_RR in enumerate(pictures.images_NRR):
-        Image.fromarray(image_RR).save(folder / f"sample_{i}.png")
-        lines.append(
-            f"imgs/{batch} sample_{i}.png {i} {pictures.labels_N[i]} {params.continuity} "
-            f"{params.num_paddles} {params.paddles_per_distractor} {params.paddle_length} "
-            f"{params.thickness:g} {pictures.margins_N[i]} 1\n"
+        name, label, margin = f"sample_{i}.png", pictures.labels_N[i], pictures.margins_N[i]
+        paddle = f"{params.paddle_length} {params.thickness:g} {margin}"
+        Image.fromarray(image_RR).save(folder / name)
+        metadata.append(
+            f"imgs/{batch} {name} {i} {label} {params.continuity} {params.num_paddles} "
+            f"{params.paddles_per_distractor} {paddle} 1\n"
         )
-    write_atomically(level / "metadata" / f"{batch}.npy", "".join(lines))
-    ends_NSEC = np.stack([pictures.origins_NSC, pictures.terminals_NSC], axis=2)
-    return [
-        [
-            f"imgs/{batch}/sample_{i}.png",
-            pictures.labels_N[i],
-            *pictures.markers_N2C[i].ravel(),
-            *ends_NSEC[i].ravel(),
-            pictures.margins_N[i],
-            pictures.num_distractors_N[i],
-        ]
-        for i in range(count)
-    ]
+        points = [*pictures.markers_N2C[i].ravel(), *ends_NSEC[i].ravel()]
+        row = [f"imgs/{batch}/{name}", label, *points, margin, pictures.num_distractors_N[i]]
+        truth.append("\t".join(map(str, row)) + "\n")
+    write_atomically(level / "metadata" / f"{batch}.npy", "".join(metadata))
+    return truth

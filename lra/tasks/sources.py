@@ -270,7 +270,7 @@ class CorpusTask(FileTask):
             if (name or self.path is not None) and self.root / name not in folders
         ]
         found = [Place(path, "folder") for path in folders]
-        found += [Place(path, "archive") for path in self._tried() if is_archive(path)]
+        found += [Place(path, "archive") for path in self._tried() if path.is_file()]
         found += [Place(path, "table") for path in tables if table_files(path)]
         return distinct(found)
 
@@ -574,7 +574,7 @@ def hub_tables(name: str, revision: str | None) -> dict[str, Iterator[Any]]:
 
     try:
         data = datasets.load_dataset(name, revision=revision)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"task.source=hub: cannot load '{name}', revision {revision or 'main'}: {error}. "
             f"Tried {endpoint} ({state}) and the local copies in {HF_HUB_CACHE} and "

@@ -38,8 +38,8 @@ def map_in_order(
                 yield running.popleft().result()
         except BrokenProcessPool:
             raise OSError(
-                f"one of {num_workers} worker processes was ended from outside, perhaps for want of "
-                "memory; try fewer"
+                f"one of {num_workers} worker processes was ended from outside, perhaps for want "
+                "of memory; try fewer"
             ) from None
         finally:
             for future in running:

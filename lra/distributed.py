@@ -1,0 +1,172 @@
+"""Several processes, one run: starting them, and the few exchanges that training needs.
+
+In a single process the exchanges do nothing, so the trainer need not ask how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=30)  # longest wait for another process, e.g. while it prepares data
+GRACE_S = 60  # for the other processes to write a record after one has failed
+ACCOUNT_S = 2  # for the process that failed first to leave its traceback
+LAUNCHED = "LRA_LAUNCHED"  # set in processes that `launch` started
+
+
+def rank() -> int:
+    """Number of this process; 0 writes files and talks."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of processes of this run."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this process writes files and talks."""
+    return rank() == 0
+
+
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def any_of(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set in any process; all processes must ask together."""
+    if not dist.is_initialized():
+        return flag
+    return bool(all_sum(torch.tensor(int(flag), device=device)).item())
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(value: Any) -> Any:
+    """The main process's value, everywhere."""
+    if not dist.is_initialized():
+        return value
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def adopt_slurm() -> None:
+    """Translate Slurm's variables into torch.distributed's, if Slurm started several tasks."""
+    env = os.environ
+    if "RANK" in env or int(env.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in env:
+        return
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", "")],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
+    env["MASTER_ADDR"] = hosts[0]
+    # The same for all tasks of a job, and different for most jobs that share a node.
+    env["MASTER_PORT"] = str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000)
+
+
+def is_worker() -> bool:
+    """Whether this program, torchrun or Slurm started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def local_rank() -> int:
+    """Number of this process on its machine; picks the device."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def join(device_type: str) -> None:
+    """Meet the other processes, if there are any; once per process."""
+    if is_worker() and not dist.is_initialized():
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+
+
+def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
+    """Run `function(*arguments)` in processes of this machine and wait for all.
+
+    When one fails, the others are stopped.
+
+    Raises:
+        RuntimeError: a process failed; carries its rank and traceback.
+    """
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.start_processes(
+        _worker, (function, num_processes, port, arguments), num_processes, join=False,
+        start_method="spawn",
+    )  # fmt: skip
+    assert context is not None
+    forwarded = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+    def forward(number: int, _frame: object) -> None:
+        for process in context.processes:
+            if process.is_alive() and process.pid:
+                os.kill(process.pid, number)
+
+    before = {s: signal.signal(s, forward) for s in forwarded}
+    try:
+        while not context.join(grace_period=GRACE_S):
+            pass
+    except mp.ProcessRaisedException as error:
+        raise RuntimeError(str(error).strip()) from None
+    except mp.ProcessExitedException as error:
+        raise RuntimeError(f"process of rank {error.error_index} ended: {error}") from None
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+def _worker(
+    local: int, function: Callable[..., None], world: int, port: int, arguments: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "RANK": str(local), "LOCAL_RANK": str(local), "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LAUNCHED: "1",
+    }  # fmt: skip
+    try:
+        function(*arguments)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def first_failure(run_dir: Path, message: str, trace: str) -> tuple[str, str]:
+    """Message and traceback of the process that failed first.
+
+    The others fail right after it, when they find it gone; so each leaves its account in a file of
+    the run's folder, and the main process looks for the earliest.
+    """
+    path = run_dir / f"traceback-rank{rank()}.txt"
+    if not path.exists():
+        path.write_text(f"rank {rank()}: {message}\n{trace}")
+    if is_main():
+        time.sleep(ACCOUNT_S)
+    first = min(run_dir.glob("traceback-rank*.txt"), key=lambda p: p.stat().st_mtime_ns)
+    account, _, trace = first.read_text().partition("\n")
+    return account, trace

@@ -1,0 +1,192 @@
+"""Dropout that costs little on a CPU, and softmax attention with dropout in linear memory there.
+
+PyTorch's dropout for CPUs draws one number for each element at some 15 ns, and its fused attention
+knows no dropout there. Here an element takes 16 bits of a random word from PyTorch's default
+generator: rates are exact to 1/65536, and what is dropped depends on the generator's state alone,
+not on the number of threads. On other devices and in compiled code PyTorch's own functions serve.
+
+Shapes: B batch, L length of the queries, N length of the keys, H heads, K head dim; R rows, a block
+of one example's queries, and J the keys they read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BLOCK_SIZE = 2**18  # attention weights at a time: few enough that several copies fit the cache
+
+
+def has_fast_path(x: Tensor) -> bool:
+    """Whether `x` gets this file's dropout rather than PyTorch's."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def keep_probability(p: float) -> float:
+    """1 - p to 16 bits, and at least 1/65536."""
+    return max(1, round((1 - p) * 65536)) / 65536
+
+
+def draw_kept(shape: tuple[int, ...], p: float, generator: torch.Generator | None = None) -> Tensor:
+    """Independent for each element: 0 with probability `p`, when it is dropped, else 1; int16."""
+    size = math.prod(shape)
+    words = torch.empty(-(-size // 4), dtype=torch.int64)
+    words.random_(-(2**63), None, generator=generator)
+    largest_kept = round(keep_probability(p) * 65536) - 1 - 32768
+    # In place the comparison stays in int16, many times faster than one that gives bool.
+    return words.view(torch.int16)[:size].le_(largest_kept).view(shape)
+
+
+class Dropout(nn.Module):
+    """In training, zero elements with probability `p` and scale the others by 1 / (1 - p).
+
+    Raises:
+        ValueError: p is not in [0, 1).
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"dropout p={p}: expected 0 <= p < 1")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape and dtype; `x` itself, and nothing drawn, in evaluation or with p=0."""
+        if not self.training or self.p == 0.0:
+            return x
+        return _Dropout.apply(x, self.p) if has_fast_path(x) else F.dropout(x, self.p)
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"p={self.p}"
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        kept = draw_kept(x.shape, p)
+        ctx.scale = 1 / keep_probability(p)
+        ctx.save_for_backward(kept.to(torch.int8))
+        return (x * kept).mul_(ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        return (grad * kept).mul_(ctx.scale), None
+
+
+def attend_with_dropout(
+    q_BHLK: Tensor,
+    k_BHNK: Tensor,
+    v_BHNK: Tensor,
+    mask_BN: Tensor | None,
+    query_mask_BL: Tensor | None,
+    *,
+    p: float,
+    causal: bool = False,
+) -> Tensor:
+    """Softmax attention on a CPU with weights dropped at rate `p`; [B, H, L, K].
+
+    Blocks of weights are formed in float32 or wider, and again for the gradient with the same
+    dropout, so memory is linear in L and N. Each row of `mask_BN`, the keys that may be read, needs
+    a True. Queries behind the last True of `query_mask_BL` are left out: their results are zeros.
+    """
+    batch_size, _, length, _ = q_BHLK.shape
+    key_ends = row_ends(mask_BN, batch_size, k_BHNK.shape[2])
+    hidden_BN = None
+    if mask_BN is not None and mask_BN.sum(dim=1).tolist() != key_ends:
+        hidden_BN = ~mask_BN
+    plan = _Plan(row_ends(query_mask_BL, batch_size, length), key_ends, hidden_BN, p, causal)
+    dtype = torch.promote_types(q_BHLK.dtype, torch.float32)
+    with torch.autocast("cpu", enabled=False):
+        y_BHLK = _Attention.apply(q_BHLK.to(dtype), k_BHNK.to(dtype), v_BHNK.to(dtype), plan)
+    return y_BHLK.to(q_BHLK.dtype)
+
+
+def row_ends(mask_BL: Tensor | None, batch_size: int, length: int) -> list[int]:
+    """Position behind the last True of each row, 0 if there is none; the length without a mask."""
+    if mask_BL is None:
+        return [length] * batch_size
+    return (mask_BL * torch.arange(1, length + 1)).amax(dim=1).tolist()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is computed of each example: its first queries with its first keys."""
+
+    query_ends: list[int]
+    key_ends: list[int]
+    hidden_BN: Tensor | None  # keys that are not read, if some stand before the end of their row
+    p: float
+    causal: bool
+
+    def blocks(
+        self, q_BHLK: Tensor, k_BHNK: Tensor, generator: torch.Generator | None
+    ) -> Iterator[tuple[int, slice, slice, Tensor, Tensor]]:
+        """Example, rows, columns, softmax weights [H, R, J] and what dropout keeps of them.
+
+        A second walk gives the same if its generator starts in the same state.
+        """
+        num_heads, width = q_BHLK.shape[1], q_BHLK.shape[3]
+        for b, (num_queries, num_keys) in enumerate(
+            zip(self.query_ends, self.key_ends, strict=True)
+        ):
+            block_rows = max(1, BLOCK_SIZE // (num_heads * num_keys))
+            for start in range(0, num_queries, block_rows):
+                rows = slice(start, min(start + block_rows, num_queries))
+                columns = slice(0, min(rows.stop, num_keys) if self.causal else num_keys)
+                score_HRJ = (q_BHLK[b, :, rows] * width**-0.5) @ k_BHNK[b, :, columns].mT
+                if self.hidden_BN is not None:
+                    score_HRJ.masked_fill_(self.hidden_BN[b, columns], -torch.inf)
+                if self.causal:
+                    later_RJ = torch.ones(score_HRJ.shape[1:], dtype=torch.bool).triu(start + 1)
+                    score_HRJ.masked_fill_(later_RJ, -torch.inf)
+                weight_HRJ = score_HRJ.softmax(dim=-1)
+                yield b, rows, columns, weight_HRJ, draw_kept(weight_HRJ.shape, self.p, generator)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHLK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, plan: _Plan) -> Tensor:
+        ctx.plan, ctx.random_state = plan, torch.get_rng_state()
+        y_BHLK = zeros_heads_inside(q_BHLK)
+        for b, rows, columns, weight_HRJ, kept_HRJ in plan.blocks(q_BHLK, k_BHNK, None):
+            y_BHLK[b, :, rows] = weight_HRJ.mul_(kept_HRJ) @ v_BHNK[b, :, columns]
+        y_BHLK.mul_(1 / keep_probability(plan.p))
+        ctx.save_for_backward(q_BHLK, k_BHNK, v_BHNK, y_BHLK)
+        return y_BHLK
+
+    @staticmethod
+    def backward(ctx: Any, dy_BHLK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q_BHLK, k_BHNK, v_BHNK, y_BHLK = ctx.saved_tensors
+        scale, keep_scale = q_BHLK.shape[3] ** -0.5, 1 / keep_probability(ctx.plan.p)
+        dq_BHLK, dk_BHNK, dv_BHNK = (zeros_heads_inside(x) for x in (q_BHLK, k_BHNK, v_BHNK))
+        generator = torch.Generator()
+        generator.set_state(ctx.random_state)
+        with torch.autocast("cpu", enabled=False):
+            # The softmax subtracts from each weight's gradient their mean under the weights.
+            mean_BHL1 = (dy_BHLK * y_BHLK).sum(dim=3, keepdim=True)
+            for b, rows, columns, weight_HRJ, kept_HRJ in ctx.plan.blocks(
+                q_BHLK, k_BHNK, generator
+            ):
+                dy_HRK = dy_BHLK[b, :, rows] * keep_scale
+                dropped_HRJ = weight_HRJ * kept_HRJ
+                dscore_HRJ = (dy_HRK @ v_BHNK[b, :, columns].mT).mul_(dropped_HRJ)
+                dscore_HRJ.addcmul_(weight_HRJ, mean_BHL1[b, :, rows], value=-1)
+                dq_BHLK[b, :, rows] = dscore_HRJ @ k_BHNK[b, :, columns] * scale
+                dk_BHNK[b, :, columns] += dscore_HRJ.mT @ (q_BHLK[b, :, rows] * scale)
+                dv_BHNK[b, :, columns] += dropped_HRJ.mT @ dy_HRK
+        return dq_BHLK, dk_BHNK, dv_BHNK, None
+
+
+def zeros_heads_inside(x_BHLK: Tensor) -> Tensor:
+    """Zeros of the same shape with the memory layout of [B, L, H, K], as linear maps give it."""
+    return torch.zeros_like(
+        x_BHLK.transpose(1, 2), memory_format=torch.contiguous_format
+    ).transpose(1, 2)

@@ -1,0 +1,147 @@
+"""Several processes on a CPU (gloo): the same numbers as one, one folder, one record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lra import distributed, records
+from lra.config import HardwareConfig
+from tests.test_cli import ROOT, TINY, call, read_record, timeless
+
+TWO = ["hardware.num_devices=2", "hardware.num_threads=1"]
+# Without dropout, which draws other numbers in each process.
+PLAIN = [*TINY, "shape.dropout=0.0", "shape.attention_dropout=0.0", "train.num_steps=50", "train.eval_every=25"]
+
+
+def losses(folder: Path) -> list[float]:
+    (path,) = folder.glob("outputs/*/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 51))
+    return [r["loss"] for r in rows if r["split"] == "train"]
+
+
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    for name, extra in (("one", []), ("two", TWO), ("micro", [*TWO, "hardware.micro_batch_size=1"])):
+        (tmp_path / name).mkdir()
+        code, _, err = call(tmp_path / name, *PLAIN, *extra)
+        assert code == 0, err
+    one, record = losses(tmp_path / "one"), read_record(tmp_path / "one")
+    for name in ("two", "micro"):
+        assert losses(tmp_path / name) == pytest.approx(one, rel=1e-5)
+        other = read_record(tmp_path / name)
+        assert other.result and record.result
+        assert other.result.val.num_examples == other.result.test.num_examples == 32
+        assert other.result.test.accuracy == record.result.test.accuracy
+        assert other.result.test.loss == pytest.approx(record.result.test.loss, rel=1e-5)
+        assert other.hardware["num_devices"] == 2 and other.run_id == record.run_id
+        assert len(list((tmp_path / name / "outputs").glob("listops-*"))) == 1
+
+
+def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    assert call(tmp_path / "whole", *TINY, *TWO)[0] == 0
+    code, out, err = call(tmp_path / "cut", *TINY, *TWO, "train.time_limit=1e-9")
+    assert code == 75, err
+    assert read_record(tmp_path / "cut").status == "interrupted"
+    code, out, err = call(tmp_path / "cut", *TINY, *TWO)
+    assert code == 0 and "resuming at step 1" in out, err
+    whole, cut = timeless(read_record(tmp_path / "whole")), timeless(read_record(tmp_path / "cut"))
+    for values in (whole, cut):
+        values["config"]["train"].pop("time_limit")  # type: ignore[index]
+    assert whole == cut
+
+
+FAILING = '''
+import torch
+from models.softmax import SoftmaxAttention
+
+class Fails(SoftmaxAttention):
+    def forward(self, x_BLD, mask_BL):
+        if self.training and torch.distributed.get_rank() == 1:
+            raise RuntimeError("injected in the second process")
+        return super().forward(x_BLD, mask_BL)
+'''
+
+
+def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    process = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *TINY, *TWO, "model=softmax", "model._target_=failing.Fails"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )  # fmt: skip
+    assert process.returncode == 1, process.stderr
+    record = read_record(tmp_path, "failing")
+    assert record.status == "failed" and "injected in the second process" in record.message
+    assert "rank 1" in record.message
+    (trace,) = tmp_path.glob("outputs/*/traceback.txt")
+    assert "injected in the second process" in trace.read_text()
+
+
+def test_bad_input_is_one_message_also_from_processes(tmp_path: Path) -> None:
+    code, _, err = call(tmp_path, *TINY, *TWO, "task.strict=true", "task.max_length=20")
+    assert code == 2 and err.count("error: ") == 1 and "task.max_length=20" in err
+
+
+def test_torchrun_starts_it_as_well(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+         str(ROOT / "run.py"), *TINY],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert read_record(tmp_path).hardware["num_devices"] == 2
+    assert process.stdout.count("val accuracy") == 2  # two evaluations, told once
+
+
+def test_slurm_variables_become_those_of_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "scontrol"
+    fake.write_text("#!/bin/sh\necho node7\necho node8\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    values = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is taken away again
+        monkeypatch.delenv(name)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    distributed.adopt_slurm()
+    got = {k: os.environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    assert got == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "23456"}
+    for name in got:
+        os.environ.pop(name)
+
+
+def test_jobs_side_by_side_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from lra.hardware import Hardware
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("set_device", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    got = [Hardware(HardwareConfig(device="cuda"), job).device.index for job in range(4)]
+    assert got == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="hardware.num_devices=3: this machine has 2"):
+        Hardware(HardwareConfig(device="cuda", num_devices=3))
+
+
+def test_alone_the_exchanges_do_nothing() -> None:
+    import torch
+
+    assert distributed.rank() == 0 and distributed.world_size() == 1 and distributed.is_main()
+    assert distributed.gather("x") == ["x"] and distributed.from_main(3) == 3
+    assert distributed.any_of(True, torch.device("cpu"))
+    assert isinstance(records.SCHEMA_VERSION, int)
