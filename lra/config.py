@@ -79,6 +79,24 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class SlurmConfig:
+    """Keys of a Slurm job; configs/hardware/slurm.yaml hands them to the launcher."""
+
+    partition: str | None
+    account: str | None
+    timeout_min: int
+    nodes: int
+    cpus_per_task: int
+    mem_gb: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("timeout_min", "nodes", "cpus_per_task", "mem_gb"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"hardware.slurm.{name}={value}: expected at least 1")
+
+
+@dataclass(frozen=True)
 class HardwareConfig:
     """Where and how a run computes; changes speed and memory, never rate, batch or data order."""
 
@@ -89,7 +107,8 @@ class HardwareConfig:
     micro_batch_size: int | None = None  # rows per forward pass; None: the whole batch
     compile: bool = False
     activation_checkpointing: bool = False  # recompute layers in the backward pass; saves memory
-    num_devices: int = 1  # processes on this machine, each with a device of its own
+    num_devices: int = 1  # processes on each machine, each with a device of its own
+    slurm: SlurmConfig | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
