@@ -33,14 +33,15 @@ lint: setup  ## formatting, style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-data: setup  ## build the caches of all tasks whose data are there
-	$(BIN)/python scripts/prepare_data.py task=listops
+data: setup  ## fetch the public sources and build the caches of all tasks
+	bash scripts/get_data.sh data all || echo "not everything could be fetched; see above" >&2
+	$(BIN)/python scripts/prepare_data.py task=all
 
-tables: setup  ## records -> leaderboard
+tables: setup  ## records -> leaderboard, paper tables, figures, report page
 	$(BIN)/python scripts/make_tables.py
 
-sweep:  ## all models x all tasks x three seeds (not there yet)
-	@echo "make sweep: not there yet; python run.py -m model=softmax,luna seed=0,1,2 runs a sweep" >&2; exit 1
+sweep: setup  ## all models on ListOps, three seeds; goes on where it was stopped
+	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=listops seed=0,1,2
 
 bench:  ## speed and memory by length, all models (not there yet)
 	@echo "make bench: not there yet" >&2; exit 1
