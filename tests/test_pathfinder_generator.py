@@ -324,11 +324,11 @@ class Naive:
     [
         (params_for(32, "hard"), 2),
         (params_for(32, "easy"), 12),
-        (params_for(64, "easy", 25), 4),
+        (params_for(64, "intermediate", 12), 4),
         (params_for(128, "easy", 6), 3),
         (params_for(256, "easy", 1), 1),
     ],
-    ids=["32-hard", "32-easy", "64-easy", "128-easy", "256-easy"],
+    ids=["32-hard", "32-easy", "64-intermediate", "128-easy", "256-easy"],
 )
 def test_pictures_equal_the_slow_version(params: PathfinderParams, count: int) -> None:
     assert pg.FREE_MAX / 255 <= 0.3 < (pg.FREE_MAX + 1) / 255

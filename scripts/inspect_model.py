@@ -1,0 +1,114 @@
+"""What a model costs: parameters by part, operations and activations by length, shapes on the way.
+
+python scripts/inspect_model.py model=luna task=listops
+python scripts/inspect_model.py model=luna recipe=lra model.tie_kv=true --lengths=1000,4000
+
+Takes every key of the config, needs no data and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from omegaconf import OmegaConf  # noqa: E402
+
+from lra.build import make_model, make_task, model_name, num_params, resolved  # noqa: E402
+from lra.cli import CONFIGS, compose_config, run_program, typed  # noqa: E402
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384)
+
+
+def lengths_from(text: str) -> list[int]:
+    """Lengths in tokens from `1024,2048`.
+
+    Raises:
+        ValueError: not a list of numbers of at least 1.
+    """
+    try:
+        lengths = [int(part) for part in text.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"--lengths={text}: expected tokens with commas between, as 1024,2048")
+    return lengths
+
+
+def report(overrides: list[str], lengths: list[int]) -> str:
+    """Everything about the model that `overrides` choose.
+
+    Raises:
+        ValueError: an unknown key, a wrong type or a value out of range.
+    """
+    config = typed(compose_config(overrides))
+    plain = resolved(config)
+    task = make_task(config)
+
+    import torch
+
+    from lra import inspect
+    from lra.hardware import Hardware
+    from lra.job import Reference, compare
+    from models.classifier import Classifier
+
+    hardware = Hardware(config.hardware)
+    choices = [o for o in overrides if o.partition("=")[0] in ("task", "model", "recipe")]
+    softmax = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
+    reference = Reference(typed(compose_config(choices)), softmax)
+    with torch.device("meta"):
+        ours, baseline = make_model(config, task), make_model(config, task, softmax)
+    why_not, baseline_params = compare(config, plain, reference, task, num_params(ours))
+
+    def make(max_length: int) -> Classifier:
+        other = copy.copy(task)
+        other.max_length = max_length
+        return make_model(config, other)
+
+    name, params = model_name(config.model), num_params(ours)
+    percent = f"{100 * params / baseline_params - 100:+.1f} %"
+    rule = "within the 10 % rule" if 10 * params <= 11 * baseline_params else "over the 10 % rule"
+    shapes = [
+        (stage, ", ".join(map(str, outputs)))
+        for stage, outputs in inspect.stage_shapes(make(LENGTHS[0]), LENGTHS[0])
+    ]
+    width = max(len(stage) for stage, _ in shapes)
+    found = inspect.costs(make, lengths, hardware)
+    examples = "one sequence" if task.num_sequences == 1 else f"{task.num_sequences} sequences"
+    lines = [
+        f"{name} on {task.name}, recipe {config.recipe}",
+        "",
+        *inspect.parameter_table(
+            name, inspect.parameters_by_part(ours), inspect.parameters_by_part(baseline)
+        ),
+        f"{percent} against softmax: {rule}",
+        f"not apples to apples: {'; '.join(why_not)}" if why_not else "apples to apples",
+        "",
+        f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
+        "FLOPs: of the matrix products of a forward pass; a training step has three times as many",
+        "activations: what training keeps for the backward pass, parameters left out",
+        *inspect.cost_table(found, task.num_sequences),
+        "",
+        f"shapes of {examples}, {LENGTHS[0]:,} tokens each",
+        *(f"{stage.ljust(width)}  {text}" for stage, text in shapes),
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="as for run.py")
+    parser.add_argument(
+        "--lengths", default=",".join(map(str, LENGTHS)), help="in tokens (default: %(default)s)"
+    )
+    arguments = parser.parse_intermixed_args()
+    run_program(lambda: print(report(arguments.settings, lengths_from(arguments.lengths))))
+
+
+if __name__ == "__main__":
+    main()
