@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 FITTED = (512, 768, 1024)  # long enough to use all landmarks or memory slots of usual settings
 CHECKED = 2048
+SCALES = (1, 2, 4)  # of both, tried in turn
 TOLERANCE = 0.01  # of the check
+_TITLES = {"ffn": "feed-forward", "norm": "final norm", "attention_pool": "pooling"}
 
 
 def parameters_by_part(model: Classifier) -> dict[str, int]:
@@ -46,9 +48,9 @@ def _part(name: str, tied: bool) -> str:
     if keys[0] == "embedding":
         return "positions" if keys[1] == "positions" else "embedding"
     if keys[0] == "blocks":
-        part = "norms" if "norm" in keys[2] else {"ffn": "feed-forward"}.get(keys[2], keys[2])
+        part = "norms" if "norm" in keys[2] else _TITLES.get(keys[2], keys[2])
         return f"{_layer(int(keys[1]), tied)} {part}"
-    return {"norm": "final norm", "attention_pool": "pooling"}.get(keys[0], keys[0])
+    return _TITLES.get(keys[0], keys[0])
 
 
 def _layer(index: int, tied: bool) -> str:
@@ -87,9 +89,7 @@ def count(model: Classifier, length: int, hardware: Hardware) -> Cost:
     model.train()
     with hardware.autocast(), saved_tensors_hooks(keep, lambda x: x):
         model(*rows)
-    return Cost(
-        counter.get_total_flops(), sum(x.untyped_storage().nbytes() for x in kept.values())
-    )
+    return Cost(counter.get_total_flops(), sum(x.untyped_storage().nbytes() for x in kept.values()))
 
 
 def _rows(model: Classifier, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,95 @@ class Polynomial:
         )
         return text.replace("+ -", "- ") or "0"
 
-    def parameter_table(name: str, ours: Mapping[str, int], baseline: Mapping[str, int]) -> list[str]:
+    def growth(self, length: int) -> str:
+        """Linear or quadratic up to `length`, in words."""
+        if abs(self.quadratic) * length**2 <= TOLERANCE * abs(self(length)):
+            return "linear in L"
+        turn = max(0, math.ceil(self.linear / self.quadratic))
+        return f"quadratic in L; the square outweighs the linear part from {turn:,} on"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """By length: counted up to `checked_at`, beyond it from the formulas, if they hold there."""
+
+    by_length: dict[int, Cost]
+    flops: Polynomial
+    activations: Polynomial
+    checked_at: int
+    checked: Cost
+
+    @property
+    def deviations(self) -> tuple[float, float]:
+        """How far the formulas are from what was counted at `checked_at`, as fractions."""
+        return (
+            self.flops(self.checked_at) / max(1, self.checked.flops) - 1,
+            self.activations(self.checked_at) / max(1, self.checked.activation_bytes) - 1,
+        )
+
+    @property
+    def hold(self) -> bool:
+        """Whether the formulas agree with the check."""
+        return max(map(abs, self.deviations)) <= TOLERANCE
+
+
+def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: Hardware) -> Costs:
+    """Costs at `lengths` of the model that `make` builds for a longest input.
+
+    Where the formulas do not hold, as for a model with more landmarks than the shortest length has
+    tokens, longer ones are tried. If those do not help, lengths beyond them are left out.
+    """
+    for scale in SCALES:
+        fitted, checked_at = [n * scale for n in FITTED], CHECKED * scale
+        model = make(checked_at).to(hardware.device)
+        short = (n for n in lengths if n <= checked_at)
+        counted = {n: count(model, n, hardware) for n in sorted({*fitted, checked_at, *short})}
+        flops = Polynomial.through({n: counted[n].flops for n in fitted})
+        activations = Polynomial.through({n: counted[n].activation_bytes for n in fitted})
+        found = Costs(counted, flops, activations, checked_at, counted[checked_at])
+        if found.hold:
+            break
+    by_length = {}
+    for n in sorted(set(lengths)):
+        if n <= checked_at or found.hold:
+            by_length[n] = counted.get(n) or Cost(flops(n), activations(n))
+    return replace(found, by_length=by_length)
+
+
+def stage_shapes(model: Classifier, length: int) -> list[tuple[str, list[list[int]]]]:
+    """Shapes of what each stage returns for one example, in the order in which they ran."""
+    seen: list[tuple[str, list[list[int]]]] = []
+
+    def note(stage: str, output: Any) -> None:
+        outputs = output if isinstance(output, tuple) else (output,)
+        seen.append((stage, [list(x.shape) for x in outputs if isinstance(x, Tensor)]))
+
+    stages: dict[str, nn.Module] = {"embedding": model.encoder.embedding}
+    for i, block in enumerate(model.encoder.blocks):
+        layer = _layer(i, model.encoder.shape.tie_layers)
+        for key, part in block.named_children():
+            if key in ("mixer", "ffn"):
+                stages[f"{layer} {_TITLES.get(key, key)}"] = part
+        stages[layer] = block
+    stages["encoder"] = model.encoder
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output, s=stage: note(s, output))
+        for stage, module in stages.items()
+    ]
+    hooks.append(model.head.register_forward_pre_hook(lambda _, inputs: note("pooled", inputs)))
+    rows = _rows(model, length, next(model.parameters()).device)
+    note("token ids", rows[0])
+    try:
+        with torch.no_grad():
+            logits_BC = model.eval()(*rows)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    note("head", logits_BC)
+    return seen
+
+
+def parameter_table(name: str, ours: Mapping[str, int], baseline: Mapping[str, int]) -> list[str]:
     """A model's parameters beside those of softmax, part by part."""
     parts = [*ours, *(part for part in baseline if part not in ours)]
     sides = (ours, baseline)
@@ -137,30 +225,30 @@ class Polynomial:
 
 def cost_table(found: Costs, num_sequences: int) -> list[str]:
     """Costs by length, each token's share and how they were found."""
-    rows = [("length", "FLOPs", "a token", "activations", "a token", "from")]
+    rows: list[tuple[str, ...]] = [("length", "FLOPs", "a token", "activations", "a token", "from")]
     for length, cost in found.by_length.items():
         tokens = length * num_sequences
         rows.append((
             f"{length:,}", f"{cost.flops:,}", f"{cost.flops / tokens:,.0f}",
             f"{cost.activation_bytes / 2**20:,.1f} MiB", f"{cost.activation_bytes / tokens:,.0f} B",
-            "a run" if length <= CHECKED else "formula",
+            "a run" if length <= found.checked_at else "formula",
         ))  # fmt: skip
-    longest = max(CHECKED, *found.by_length)
+    if not found.hold:
+        return [
+            *_columns(rows),
+            f"longer ones are left out: up to {found.checked_at:,} tokens the costs follow no "
+            "polynomial of degree two",
+        ]
     off_flops, off_activations = found.deviations
-    lines = _columns(rows)
-    lines += [
+    longest = max(found.checked_at, *found.by_length)
+    return [
+        *_columns(rows),
         f"FLOPs = {found.flops}: {found.flops.growth(longest)}",
         f"activation bytes = {found.activations}: {found.activations.growth(longest)}",
-        f"formulas against a run of {CHECKED:,} tokens: FLOPs {100 * off_flops:+.2f} % of "
-        f"{found.checked.flops:,}, activations {100 * off_activations:+.2f} % of "
+        f"formulas against a run of {found.checked_at:,} tokens: {100 * off_flops:+.2f} % of "
+        f"{found.checked.flops:,} FLOPs, {100 * off_activations:+.2f} % of "
         f"{found.checked.activation_bytes:,} bytes",
     ]
-    if max(abs(off_flops), abs(off_activations)) > TOLERANCE:
-        lines.append(
-            f"warning: the cost is no such formula from {FITTED[0]:,} to {CHECKED:,} tokens, so "
-            "rows from the formula are not to be relied on"
-        )
-    return lines
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -71,6 +71,7 @@ def run_job(
     hardware = Hardware(config.hardware, job_number)
     seed_everything(config.seed)
     model = make_model(config, task)
+    model.encoder.checkpoint_layers = config.hardware.activation_checkpointing
     if config.init_from:
         model.load_state_dict(selected_weights(Path(config.init_from), model))
     name, model_hash = model_name(config.model), config_hash(plain)

@@ -70,15 +70,16 @@ class Dropout(nn.Module):
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        kept = draw_kept(x.shape, p)
+        kept = draw_kept(x.shape, p).to(torch.int8)
+        ctx.save_for_backward(kept)
         ctx.scale = 1 / keep_probability(p)
-        ctx.save_for_backward(kept.to(torch.int8))
-        return (x * kept).mul_(ctx.scale)
+        # A product of two dtypes would convert in small pieces; this way each pass is one loop.
+        return kept.to(x.dtype).mul_(x).mul_(ctx.scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
-        return (grad * kept).mul_(ctx.scale), None
+        return kept.to(grad.dtype).mul_(grad).mul_(ctx.scale), None
 
 
 def attend_with_dropout(
@@ -127,28 +128,27 @@ class _Plan:
     causal: bool
 
     def blocks(
-        self, q_BHLK: Tensor, k_BHNK: Tensor, generator: torch.Generator | None
-    ) -> Iterator[tuple[int, slice, slice, Tensor, Tensor]]:
-        """Example, rows, columns, softmax weights [H, R, J] and what dropout keeps of them.
+        self, b: int, q_HLK: Tensor, k_HNK: Tensor, generator: torch.Generator | None
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Of example `b`: rows, columns, softmax weights [H, R, J] and what dropout keeps of them.
 
         A second walk gives the same if its generator starts in the same state.
         """
-        num_heads, width = q_BHLK.shape[1], q_BHLK.shape[3]
-        for b, (num_queries, num_keys) in enumerate(
-            zip(self.query_ends, self.key_ends, strict=True)
-        ):
-            block_rows = max(1, BLOCK_SIZE // (num_heads * num_keys))
-            for start in range(0, num_queries, block_rows):
-                rows = slice(start, min(start + block_rows, num_queries))
-                columns = slice(0, min(rows.stop, num_keys) if self.causal else num_keys)
-                score_HRJ = (q_BHLK[b, :, rows] * width**-0.5) @ k_BHNK[b, :, columns].mT
-                if self.hidden_BN is not None:
-                    score_HRJ.masked_fill_(self.hidden_BN[b, columns], -torch.inf)
-                if self.causal:
-                    later_RJ = torch.ones(score_HRJ.shape[1:], dtype=torch.bool).triu(start + 1)
-                    score_HRJ.masked_fill_(later_RJ, -torch.inf)
-                weight_HRJ = score_HRJ.softmax(dim=-1)
-                yield b, rows, columns, weight_HRJ, draw_kept(weight_HRJ.shape, self.p, generator)
+        num_heads, _, width = q_HLK.shape
+        num_queries, num_keys = self.query_ends[b], self.key_ends[b]
+        block_rows = max(1, BLOCK_SIZE // (num_heads * num_keys))
+        for start in range(0, num_queries, block_rows):
+            rows = slice(start, min(start + block_rows, num_queries))
+            columns = slice(0, min(rows.stop, num_keys) if self.causal else num_keys)
+            score_HRJ = torch.bmm(q_HLK[:, rows] * width**-0.5, k_HNK[:, columns].mT)
+            if self.hidden_BN is not None:
+                score_HRJ.masked_fill_(self.hidden_BN[b, columns], -torch.inf)
+            if self.causal:
+                later_RJ = torch.ones(score_HRJ.shape[1:], dtype=torch.bool).triu(start + 1)
+                score_HRJ.masked_fill_(later_RJ, -torch.inf)
+            weight_HRJ = score_HRJ.softmax(dim=-1)
+            kept_HRJ = draw_kept(weight_HRJ.shape, self.p, generator)
+            yield rows, columns, weight_HRJ, kept_HRJ.to(weight_HRJ.dtype)
 
 
 class _Attention(torch.autograd.Function):
@@ -156,8 +156,9 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, q_BHLK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, plan: _Plan) -> Tensor:
         ctx.plan, ctx.random_state = plan, torch.get_rng_state()
         y_BHLK = zeros_heads_inside(q_BHLK)
-        for b, rows, columns, weight_HRJ, kept_HRJ in plan.blocks(q_BHLK, k_BHNK, None):
-            y_BHLK[b, :, rows] = weight_HRJ.mul_(kept_HRJ) @ v_BHNK[b, :, columns]
+        for b, (q_HLK, k_HNK, v_HNK) in enumerate(zip(q_BHLK, k_BHNK, v_BHNK, strict=True)):
+            for rows, columns, weight_HRJ, kept_HRJ in plan.blocks(b, q_HLK, k_HNK, None):
+                y_BHLK[b, :, rows] = torch.bmm(weight_HRJ.mul_(kept_HRJ), v_HNK[:, columns])
         y_BHLK.mul_(1 / keep_probability(plan.p))
         ctx.save_for_backward(q_BHLK, k_BHNK, v_BHNK, y_BHLK)
         return y_BHLK
@@ -170,23 +171,25 @@ class _Attention(torch.autograd.Function):
         generator = torch.Generator()
         generator.set_state(ctx.random_state)
         with torch.autocast("cpu", enabled=False):
-            # The softmax subtracts from each weight's gradient their mean under the weights.
+            # The softmax takes from each weight's gradient the mean of them under the weights.
             mean_BHL1 = (dy_BHLK * y_BHLK).sum(dim=3, keepdim=True)
-            for b, rows, columns, weight_HRJ, kept_HRJ in ctx.plan.blocks(
-                q_BHLK, k_BHNK, generator
-            ):
-                dy_HRK = dy_BHLK[b, :, rows] * keep_scale
-                dropped_HRJ = weight_HRJ * kept_HRJ
-                dscore_HRJ = (dy_HRK @ v_BHNK[b, :, columns].mT).mul_(dropped_HRJ)
-                dscore_HRJ.addcmul_(weight_HRJ, mean_BHL1[b, :, rows], value=-1)
-                dq_BHLK[b, :, rows] = dscore_HRJ @ k_BHNK[b, :, columns] * scale
-                dk_BHNK[b, :, columns] += dscore_HRJ.mT @ (q_BHLK[b, :, rows] * scale)
-                dv_BHNK[b, :, columns] += dropped_HRJ.mT @ dy_HRK
+            for b, (q_HLK, k_HNK, v_HNK) in enumerate(zip(q_BHLK, k_BHNK, v_BHNK, strict=True)):
+                dk_HNK, dv_HNK = torch.zeros(2, *k_HNK.shape, dtype=k_HNK.dtype)
+                for rows, columns, weight_HRJ, kept_HRJ in ctx.plan.blocks(
+                    b, q_HLK, k_HNK, generator
+                ):
+                    dy_HRK = dy_BHLK[b, :, rows] * keep_scale
+                    dropped_HRJ = kept_HRJ.mul_(weight_HRJ)
+                    dv_HNK[:, columns].baddbmm_(dropped_HRJ.mT, dy_HRK)
+                    dscore_HRJ = torch.bmm(dy_HRK, v_HNK[:, columns].mT).mul_(dropped_HRJ)
+                    dscore_HRJ.addcmul_(weight_HRJ, mean_BHL1[b, :, rows], value=-1)
+                    dk_HNK[:, columns].baddbmm_(dscore_HRJ.mT, q_HLK[:, rows] * scale)
+                    dq_BHLK[b, :, rows] = torch.bmm(dscore_HRJ, k_HNK[:, columns]) * scale
+                dk_BHNK[b], dv_BHNK[b] = dk_HNK, dv_HNK
         return dq_BHLK, dk_BHNK, dv_BHNK, None
 
 
 def zeros_heads_inside(x_BHLK: Tensor) -> Tensor:
-    """Zeros of the same shape with the memory layout of [B, L, H, K], as linear maps give it."""
-    return torch.zeros_like(
-        x_BHLK.transpose(1, 2), memory_format=torch.contiguous_format
-    ).transpose(1, 2)
+    """Zeros of the same shape that lie in memory as [B, L, H, K], as linear maps want them."""
+    batch_size, num_heads, length, width = x_BHLK.shape
+    return x_BHLK.new_zeros(batch_size, length, num_heads, width).transpose(1, 2)

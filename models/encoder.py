@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from models.dropout import Dropout
 from models.layers import Embedding, FeedForward, initialise
@@ -65,6 +66,7 @@ class Encoder(nn.Module):
         num_blocks = 1 if shape.tie_layers else shape.num_layers
         self.blocks = nn.ModuleList(block(shape, mixer()) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(shape.d_model) if shape.norm == "pre" else nn.Identity()
+        self.checkpoint_layers = False  # in training, recompute each layer instead of keeping it
         initialise(self, shape.init)
 
     def forward(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
@@ -78,8 +80,14 @@ class Encoder(nn.Module):
         x_BLD = self.embedding(tokens_BL)
         mask_BL = self.output_mask(mask_BL)
         for block in self.layers():
-            x_BLD = block(x_BLD, mask_BL)
+            x_BLD = self.apply_layer(block, x_BLD, mask_BL)
         return self.norm(x_BLD)
+
+    def apply_layer(self, block: nn.Module, *tensors: Tensor) -> Any:
+        """`block(*tensors)`; with `checkpoint_layers` its activations live only in the backward."""
+        if self.checkpoint_layers and self.training:
+            return checkpoint(block, *tensors, use_reentrant=False)
+        return block(*tensors)
 
     def output_mask(self, mask_BL: Tensor) -> Tensor:
         """Mask of the rows that `forward` returns: with a class token, one True in front."""

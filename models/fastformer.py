@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import torch
 from einops import rearrange
-from torch import Tensor, einsum, nn
+from torch import Tensor, nn
 
 from models.encoder import Encoder
 from models.shape import Shape
@@ -68,6 +68,7 @@ class FastformerAttention(nn.Module):
         bias = shape.attention_bias
         self.num_heads = shape.num_heads
         self.interaction: Interaction = interaction
+        self.is_plain = share_qv and interaction == "product"
         self.scale = shape.attention_head_dim**-0.5
         self.query = nn.Linear(shape.d_model, width, bias=bias)
         self.key = nn.Linear(shape.d_model, width, bias=bias)
@@ -83,12 +84,36 @@ class FastformerAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; mask_BL is True at real tokens. Results at padding mean nothing."""
-        q_BLE, k_BLE = self.query(x_BLD), self.key(x_BLD)
-        v_BLE = q_BLE if self.value is None else self.value(x_BLD)
+        q_BLE = self.query(x_BLD)
         global_query_B1E = self.weighted_sum(q_BLE, self.weights(self.query_score(q_BLE), mask_BL))
-        k_BLE = self.merge(self.interact(global_query_B1E, k_BLE))
+        if self.is_plain and x_BLD.shape[1] > q_BLE.shape[2]:
+            return self.finish_plain(x_BLD, q_BLE, global_query_B1E, mask_BL)
+        k_BLE = self.merge(self.interact(global_query_B1E, self.key(x_BLD)))
         global_key_B1E = self.weighted_sum(k_BLE, self.weights(self.key_score(k_BLE), mask_BL))
+        v_BLE = q_BLE if self.value is None else self.value(x_BLD)
         return self.out(self.transform(self.interact(global_key_B1E, v_BLE)) + q_BLE)
+
+    def finish_plain(
+        self, x_BLD: Tensor, q_BLE: Tensor, global_query_B1E: Tensor, mask_BL: Tensor
+    ) -> Tensor:
+        """The rest of `forward` if values are shared and interactions are products.
+
+        Two of four maps for each token are saved. Keys enter one score and one sum for each head,
+        both linear, so the key map is applied to the score vectors and to the sums. Of the output,
+        out(transform(global key * q) + q), the maps are multiplied first: one for each example.
+        """
+        # The bias of the keys adds the same to all scores of a head: the softmax cancels it.
+        score_BHD = (global_query_B1E * self.key_score.weight) @ self.key.weight
+        weight_BHL = self.weights(x_BLD @ score_BHD.mT, mask_BL)
+        sum_BHE = self.key(weight_BHL.to(x_BLD.dtype) @ x_BLD)
+        global_key_B1E = global_query_B1E * self.own_columns(sum_BHE)
+
+        identity_EE = torch.eye(q_BLE.shape[2], dtype=q_BLE.dtype, device=q_BLE.device)
+        map_BEE = global_key_B1E.mT * self.transform.weight.T + identity_EE
+        if isinstance(self.out, nn.Linear):
+            map_BEE = map_BEE @ self.out.weight.T
+        y_BLD = q_BLE @ map_BEE
+        return y_BLD if self.transform.bias is None else y_BLD + self.out(self.transform.bias)
 
     def weights(self, score_BLH: Tensor, mask_BL: Tensor) -> Tensor:
         """Softmax over real tokens of the scaled scores [B, L, H] -> [B, H, L]; 0 at padding."""
@@ -101,9 +126,13 @@ class FastformerAttention(nn.Module):
 
     def weighted_sum(self, x_BLE: Tensor, weight_BHL: Tensor) -> Tensor:
         """Per head, the sum of tokens times weights; heads joined -> [B, 1, E]."""
-        x_BLHK = rearrange(x_BLE, "b l (h k) -> b l h k", h=self.num_heads)
-        sum_BHK = einsum("bhl,blhk->bhk", weight_BHL.to(x_BLE.dtype), x_BLHK)
-        return rearrange(sum_BHK, "b h k -> b 1 (h k)")
+        # Every head sums all columns, since that reads the tokens as they lie.
+        return self.own_columns(weight_BHL.to(x_BLE.dtype) @ x_BLE)
+
+    def own_columns(self, sum_BHE: Tensor) -> Tensor:
+        """Of each head's sums those of the head's own columns, side by side -> [B, 1, E]."""
+        sum_BHHK = sum_BHE.unflatten(2, (self.num_heads, -1))
+        return rearrange(sum_BHHK.diagonal(dim1=1, dim2=2), "b k h -> b 1 (h k)")
 
     def interact(self, global_B1E: Tensor, x_BLE: Tensor) -> Tensor:
         """A global vector and every token: [B, L, E], or [B, L, 2 E] side by side."""

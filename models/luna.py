@@ -6,7 +6,7 @@ unless `tie_kv`, and the packed result has no output projection. One deviation f
 of slots an example may use depends on its own length alone, never on the batch.
 
 Shapes: B batch, L length, N length of the context, M memory slots, D d_model, H heads, K head dim,
-G chunks of C positions. `mask` is bool, True = real token or slot in use.
+S = H * M, G chunks of C positions. `mask` is bool, True = real token or slot in use.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LunaAttention(nn.Module):
         super().__init__()
         self.num_heads = shape.num_heads
         self.num_packed_heads = num_packed_heads
-        self.dropout = shape.attention_dropout
+        self.dropout = Dropout(shape.attention_dropout)
         width, bias = shape.num_heads * shape.attention_head_dim, shape.attention_bias
         parts = 1 if tie_kv else 2
         self.pack_query = nn.Linear(shape.d_model, shape.d_model, bias=bias)
@@ -81,22 +81,74 @@ class LunaAttention(nn.Module):
 
     def pack(self, memory_BMD: Tensor, context_BND: Tensor, mask_BN: Tensor) -> Tensor:
         """Let each memory slot attend to the context; [B, M, D]."""
+        q_BHMK = split_heads(self.pack_query(memory_BMD), self.num_packed_heads)
+        if self.num_packed_heads * memory_BMD.shape[1] <= context_BND.shape[2]:
+            return self._pack_few(q_BHMK, context_BND, mask_BN)
         parts = self.pack_kv(context_BND).chunk(self.pack_kv.parts, dim=-1)
-        return self._attend(
-            self.pack_query(memory_BMD), parts[0], parts[-1], mask_BN, self.num_packed_heads
-        )
+        k_BHNK, v_BHNK = (split_heads(x, self.num_packed_heads) for x in (parts[0], parts[-1]))
+        return join_heads(attend(q_BHMK, k_BHNK, v_BHNK, mask_BN, dropout=self._rate()))
 
     def unpack(self, x_BLD: Tensor, packed_BMD: Tensor, memory_mask_BM: Tensor) -> Tensor:
         """Let each position attend to the packed slots in use; [B, L, D]."""
         parts = self.kv(packed_BMD).chunk(self.kv.parts, dim=-1)
-        return self.out(
-            self._attend(self.query(x_BLD), parts[0], parts[-1], memory_mask_BM, self.num_heads)
-        )
+        k_BHMK, v_BHMK = (split_heads(x, self.num_heads) for x in (parts[0], parts[-1]))
+        if self.num_heads * packed_BMD.shape[1] <= x_BLD.shape[2]:
+            return self._unpack_few(x_BLD, k_BHMK, v_BHMK, memory_mask_BM)
+        q_BHLK = split_heads(self.query(x_BLD), self.num_heads)
+        y_BHLK = attend(q_BHLK, k_BHMK, v_BHMK, memory_mask_BM, dropout=self._rate())
+        return self.out(join_heads(y_BHLK))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor, num_heads: int) -> Tensor:
-        q, k, v = (split_heads(part, num_heads) for part in (q, k, v))
-        dropout = self.dropout if self.training else 0.0
-        return join_heads(attend(q, k, v, key_mask, dropout=dropout))
+    def _rate(self) -> float:
+        return self.dropout.p if self.training else 0.0
+
+    # With few slots it is less work to apply the linear maps of the long side to the slots instead:
+    # q . (W x) = (W^T q) . x, and the weighted sum of W x is W times the weighted sum of x.
+
+    def _pack_few(self, q_BHMK: Tensor, context_BND: Tensor, mask_BN: Tensor) -> Tensor:
+        num_heads, width = q_BHMK.shape[1], q_BHMK.shape[3]
+        maps = self.pack_kv.weight.unflatten(0, (self.pack_kv.parts, num_heads, width))
+        # A bias of the keys adds the same to all scores of a slot, so the softmax cancels it.
+        slots_BHMD = torch.einsum("bhmk,hkd->bhmd", q_BHMK * width**-0.5, maps[0])
+        score_BSN = torch.baddbmm(
+            score_bias(mask_BN, slots_BHMD.dtype)[:, None], slots_BHMD.flatten(1, 2), context_BND.mT
+        )
+        weight_BSN = self.dropout(score_BSN.softmax(dim=-1))
+        sum_BHMD = (weight_BSN @ context_BND).unflatten(1, (num_heads, -1))
+        packed_BHMK = torch.einsum("bhmd,hkd->bhmk", sum_BHMD, maps[-1])
+        if self.pack_kv.bias is not None:
+            bias_HK = self.pack_kv.bias.unflatten(0, (self.pack_kv.parts, num_heads, width))[-1]
+            total_BHM1 = weight_BSN.sum(dim=-1).unflatten(1, (num_heads, -1))[..., None]
+            packed_BHMK = packed_BHMK + total_BHM1 * bias_HK[:, None]
+        return join_heads(packed_BHMK)
+
+    def _unpack_few(
+        self, x_BLD: Tensor, k_BHMK: Tensor, v_BHMK: Tensor, memory_mask_BM: Tensor
+    ) -> Tensor:
+        _, num_heads, num_slots, width = k_BHMK.shape
+        k_BHMK = k_BHMK * width**-0.5
+        query_HKD = self.query.weight.unflatten(0, (num_heads, width))
+        slots_BHMD = torch.einsum("bhmk,hkd->bhmd", k_BHMK, query_HKD)
+        bias_BHM = score_bias(memory_mask_BM, x_BLD.dtype)[:, None]
+        if self.query.bias is not None:
+            bias_HK = self.query.bias.unflatten(0, (num_heads, width))
+            bias_BHM = bias_BHM + torch.einsum("bhmk,hk->bhm", k_BHMK, bias_HK)
+        else:
+            bias_BHM = bias_BHM.expand(-1, num_heads, -1)
+        score_BLS = torch.baddbmm(bias_BHM.flatten(1)[:, None], x_BLD, slots_BHMD.flatten(1, 2).mT)
+        weight_BLHM = self.dropout(score_BLS.unflatten(2, (num_heads, num_slots)).softmax(dim=-1))
+        values_BHMD = torch.einsum(
+            "bhmk,dhk->bhmd", v_BHMK, self.out.weight.unflatten(1, (num_heads, width))
+        )
+        y_BLD = weight_BLHM.flatten(2) @ values_BHMD.flatten(1, 2)
+        return y_BLD if self.out.bias is None else y_BLD + self.out.bias
+
+
+def score_bias(mask_BN: Tensor, dtype: torch.dtype) -> Tensor:
+    """To be added to scores: 0 where a key may be read, else -inf; 0 in a row without any key."""
+    hidden_BN = ~mask_BN & mask_BN.any(dim=1, keepdim=True)
+    return torch.zeros(mask_BN.shape, dtype=dtype, device=mask_BN.device).masked_fill(
+        hidden_BN, -torch.inf
+    )
 
 
 @dataclass(frozen=True)
@@ -379,7 +431,9 @@ class LunaEncoder(Encoder):
         memory_mask_BM = self.slots_in_use(mask_BL)
         memory_BMD = self._first_memory(memory_mask_BM)
         for block in self.layers():
-            x_BLD, memory_BMD = block(x_BLD, memory_BMD, mask_BL, memory_mask_BM)
+            x_BLD, memory_BMD = self.apply_layer(
+                block, x_BLD, memory_BMD, mask_BL, memory_mask_BM
+            )
         return self.norm(x_BLD), self.memory_norm(memory_BMD)
 
     def output_mask(self, mask_BL: Tensor) -> Tensor:

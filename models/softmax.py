@@ -37,8 +37,9 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
-        q_BHLK, k_BHLK, v_BHLK = rearrange(
-            self.qkv(x_BLD), "b l (three h k) -> three b h l k", three=3, h=self.num_heads
+        q_BHLK, k_BHLK, v_BHLK = (
+            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
+            for part in self.qkv(x_BLD).chunk(3, dim=-1)
         )
         y_BHLK = attend(
             q_BHLK,

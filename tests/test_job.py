@@ -162,3 +162,56 @@ def test_correctness_bits_round_trip() -> None:
     assert np.array_equal(records.unpack_correct(text, 21), correct)
     with pytest.raises(ValueError, match="do not hold 99"):
         records.unpack_correct(text, 99)
+
+
+def test_activation_checkpointing_changes_no_number(tmp_path: Path) -> None:
+    plain = run(tmp_path / "plain")
+    saving = run(tmp_path / "saving", hardware={"activation_checkpointing": True})
+    assert plain.curve == saving.curve and plain.result == saving.result
+
+
+def test_evaluate_only_and_starting_from_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = run(tmp_path, train={"num_steps": 60, "lr": 0.05})
+    assert record.result is not None
+    folder = str(tmp_path / "outputs" / record.run_id)
+    job.evaluate_checkpoint(config(tmp_path, checkpoint=folder), [f"checkpoint={folder}"])
+    shown = f"test  accuracy {100 * record.result.test.accuracy:.2f} %"
+    assert shown in capsys.readouterr().out
+    with pytest.raises(ValueError, match="train.lr=1: with checkpoint="):
+        job.evaluate_checkpoint(config(tmp_path, checkpoint=folder), ["train.lr=1"])
+    with pytest.raises(ValueError, match="no run with a readable config.yaml"):
+        job.evaluate_checkpoint(config(tmp_path, checkpoint=str(tmp_path)), [])
+    going_on = run(tmp_path, config(tmp_path), init_from=folder)
+    assert going_on.run_id != record.run_id and going_on.why_not == [f"init_from={folder}"]
+    assert going_on.curve[0]["val_loss"] < 0.69 and going_on.curve[0]["step"] == 4
+    with pytest.raises(ValueError, match="weights of another architecture"):
+        run(tmp_path, init_from=folder, shape={"d_model": 16})
+    assert len(list((tmp_path / "results/runs/toy/softmax").glob("*.json"))) == 2
+
+
+def test_weights_are_not_read_with_another_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.toy import Toy
+
+    record = run(tmp_path)
+    folder = str(tmp_path / "outputs" / record.run_id)
+    monkeypatch.setattr(Toy, "decode", lambda self, values: "".join(str(9 - v) for v in values))
+    with pytest.raises(ValueError, match="another vocabulary"):
+        job.evaluate_checkpoint(config(tmp_path, checkpoint=folder), [])
+
+
+def test_a_time_limit_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole")
+    first = run(tmp_path / "cut", train={"time_limit": 1e-9})
+    assert first.status == "interrupted" and "train.time_limit" in first.message
+    second = run(tmp_path / "cut")
+    assert second.result == whole.result and second.curve == whole.curve
+
+
+def test_a_run_at_chance_is_told_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, train={"num_steps": 40, "lr": 1e-9})
+    out = capsys.readouterr().out
+    assert out.count("warning: after a quarter of the steps validation is at chance") == 1
