@@ -48,7 +48,9 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
     if config.sweep.fail_fast and sweep_dir is not None and has_failed(sweep_dir):
         return Outcome(number, "skipped", 0, message="an earlier job failed (sweep.fail_fast)")
     if config.hardware.slurm is not None and sweep_dir is None:
-        raise ValueError("hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm")
+        raise ValueError(
+            "hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm"
+        )
     from lra.job import EXIT_CODES, Reference, evaluate_checkpoint, run_job
 
     overrides = list(HydraConfig.get().overrides.task)

@@ -226,7 +226,9 @@ def check(
 
 
 @functools.cache
-def _signature(target: Callable[..., Any]) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
+def _signature(
+    target: Callable[..., Any],
+) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
     function: Any = target
     if isinstance(target, type) and not dataclasses.is_dataclass(target):
         function = getattr(target, "__init__", target)

@@ -151,7 +151,8 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
     names = [path[len(root) :].lstrip(os.sep).replace(os.sep, "/") for path in paths]
     stats = [os.stat(path) for path in paths]
     listing = "\n".join(
-        f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}" for name, stat in zip(names, stats, strict=True)
+        f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}"
+        for name, stat in zip(names, stats, strict=True)
     )
     signature = hashlib.sha256(
         f"{os.path.realpath(root)}\n{listing}".encode(errors="surrogateescape")

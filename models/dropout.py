@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BLOCK_SIZE = 2**18  # attention weights at a time: few enough that several copies fit the cache
+BLOCK_SIZE = 2**19  # attention weights formed at a time: enough for threads, few enough for caches
 
 
 def has_fast_path(x: Tensor) -> bool:

@@ -427,7 +427,8 @@ class LunaEncoder(Encoder):
         The memory lacks the last layer's update unless `pool_memory`.
         """
         mask_BL = super().output_mask(mask_BL)
-        x_BLD = self.embedding(tokens_BL).masked_fill(~mask_BL[..., None], 0.0)
+        x_BLD = self.embedding(tokens_BL)
+        x_BLD = x_BLD * mask_BL[..., None].to(x_BLD.dtype)
         memory_mask_BM = self.slots_in_use(mask_BL)
         memory_BMD = self._first_memory(memory_mask_BM)
         for block in self.layers():

@@ -119,18 +119,19 @@ class NystromAttention(nn.Module):
         with torch.autocast(qkv_BLTHK.device.type, enabled=False):
             qkv_BLTHK = qkv_BLTHK.to(torch.promote_types(dtype, torch.float32))
             if self.zero_padding:
-                qkv_BLTHK = qkv_BLTHK.masked_fill(~mask_BL[:, :, None, None, None], 0.0)
+                qkv_BLTHK = qkv_BLTHK * mask_BL[:, :, None, None, None].to(qkv_BLTHK.dtype)
             q_BHLK, k_BHLK, v_BHLK = rearrange(qkv_BLTHK, "b l t h k -> t b h l k")
             if mask_BL.shape[1] <= self.num_landmarks:
                 y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, mask_BL)
             else:
-                y_BHLK = self._through_landmarks(qkv_BLTHK, mask_BL)
+                y_BHLK = self._through_landmarks(qkv_BLTHK, q_BHLK, k_BHLK, v_BHLK, mask_BL)
             if self.conv_HW is not None:
                 y_BHLK = y_BHLK + convolve(v_BHLK, self.conv_HW.to(v_BHLK.dtype))
         return y_BHLK.to(dtype)
 
-    def _through_landmarks(self, qkv_BLTHK: Tensor, mask_BL: Tensor) -> Tensor:
-        q_BHLK, k_BHLK, v_BHLK = rearrange(qkv_BLTHK, "b l t h k -> t b h l k")
+    def _through_landmarks(
+        self, qkv_BLTHK: Tensor, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, mask_BL: Tensor
+    ) -> Tensor:
         segment_BL, count_BM = segments(
             mask_BL, num_landmarks=self.num_landmarks, padded=self.padded_landmarks
         )

@@ -88,7 +88,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         f"not apples to apples: {'; '.join(why_not)}" if why_not else "apples to apples",
         "",
         f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
-        "FLOPs: of the matrix products of a forward pass; a training step has three times as many",
+        "FLOPs: of the matrix products of a forward pass; training takes about three times as many",
         "activations: what training keeps for the backward pass, parameters left out",
         *inspect.cost_table(found, task.num_sequences),
         "",

@@ -21,11 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from lra.build import make_task
-from lra.cli import CONFIGS, EXIT_USAGE, compose_config, explain, typed
-from lra.config import nearest
-from lra.data import ARRAYS
-from lra.task import SPLITS, Dataset, Task, prepare, verify, write_atomically
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lra.build import make_task  # noqa: E402
+from lra.cli import CONFIGS, EXIT_USAGE, compose_config, explain, typed  # noqa: E402
+from lra.config import nearest  # noqa: E402
+from lra.data import ARRAYS  # noqa: E402
+from lra.task import SPLITS, Dataset, Task, prepare, verify, write_atomically  # noqa: E402
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 

@@ -16,7 +16,13 @@ from tests.test_cli import ROOT, TINY, call, read_record, timeless
 
 TWO = ["hardware.num_devices=2", "hardware.num_threads=1"]
 # Without dropout, which draws other numbers in each process.
-PLAIN = [*TINY, "shape.dropout=0.0", "shape.attention_dropout=0.0", "train.num_steps=50", "train.eval_every=25"]
+PLAIN = [
+    *TINY,
+    "shape.dropout=0.0",
+    "shape.attention_dropout=0.0",
+    "train.num_steps=50",
+    "train.eval_every=25",
+]
 
 
 def losses(folder: Path) -> list[float]:
@@ -27,7 +33,11 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    for name, extra in (("one", []), ("two", TWO), ("micro", [*TWO, "hardware.micro_batch_size=1"])):
+    for name, extra in (
+        ("one", []),
+        ("two", TWO),
+        ("micro", [*TWO, "hardware.micro_batch_size=1"]),
+    ):
         (tmp_path / name).mkdir()
         code, _, err = call(tmp_path / name, *PLAIN, *extra)
         assert code == 0, err
@@ -58,7 +68,7 @@ def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path)
     assert whole == cut
 
 
-FAILING = '''
+FAILING = """
 import torch
 from models.softmax import SoftmaxAttention
 
@@ -67,7 +77,7 @@ class Fails(SoftmaxAttention):
         if self.training and torch.distributed.get_rank() == 1:
             raise RuntimeError("injected in the second process")
         return super().forward(x_BLD, mask_BL)
-'''
+"""
 
 
 def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> None:
@@ -109,7 +119,12 @@ def test_slurm_variables_become_those_of_torch(
     fake.write_text("#!/bin/sh\necho node7\necho node8\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    values = {"SLURM_NTASKS": "8", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "123456"}
+    values = {
+        "SLURM_NTASKS": "8",
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "123456",
+    }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "")  # so that it is taken away again
@@ -117,8 +132,16 @@ def test_slurm_variables_become_those_of_torch(
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     distributed.adopt_slurm()
-    got = {k: os.environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    assert got == {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node7", "MASTER_PORT": "23456"}
+    got = {
+        k: os.environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    }
+    assert got == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "node7",
+        "MASTER_PORT": "23456",
+    }
     for name in got:
         os.environ.pop(name)
 

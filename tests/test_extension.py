@@ -124,10 +124,8 @@ def test_a_new_model_and_task_work_under_every_recipe(checkout: Path, recipe: st
 def test_a_new_task_is_prepared_and_trains_to_a_record(checkout: Path) -> None:
     done = call(checkout, *shown("scripts/prepare_data.py task=digitsum"))
     assert done.returncode == 0, done.stderr
-    assert (
-        "10,000 examples" in done.stdout
-        and len(re.findall(r"train \d label [01]: \d+", done.stdout)) == 3
-    )
+    assert "10,000 examples" in done.stdout
+    assert len(re.findall(r"train \d label [01]: \d+", done.stdout)) == 3
     done = call(checkout, *shown("run.py model=gated task=digitsum"), *SIZES, *TINY_TASK)
     assert done.returncode == 0, done.stderr
     found = record(checkout, "digitsum")

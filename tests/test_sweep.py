@@ -15,7 +15,7 @@ from lra.sweep import Outcome, has_failed, note, outcomes, summary
 from tests.test_cli import ROOT, TINY, start
 
 # Fails, diverges or runs out of memory, by seed; keyed on the process's own seeding.
-TROUBLE = '''
+TROUBLE = """
 import os, signal, torch
 from models.softmax import SoftmaxAttention
 
@@ -31,7 +31,7 @@ class Trouble(SoftmaxAttention):
             if seed == 3:
                 raise torch.OutOfMemoryError("injected")
         return y_BLD
-'''
+"""
 
 
 def sweep(folder: Path, *arguments: str, timeout: float = 300) -> tuple[int, str, str]:
@@ -85,7 +85,9 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     arguments = ["-m", *TINY, "seed=0,1,2"]
     process = start(tmp_path / "cut", *arguments)
     deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and not list((tmp_path / "cut").glob("outputs/*seed1*/metrics.jsonl")):
+    while time.monotonic() < deadline and not list(
+        (tmp_path / "cut").glob("outputs/*seed1*/metrics.jsonl")
+    ):
         time.sleep(0.005)
     process.kill()
     process.communicate()
@@ -113,7 +115,9 @@ def test_long_and_odd_overrides_give_short_safe_folder_names(tmp_path: Path) -> 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_parallel_launchers(tmp_path: Path, launcher: str) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
-    extra = ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else ["hydra.launcher.timeout_min=5"]
+    extra = (
+        ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else ["hydra.launcher.timeout_min=5"]
+    )
     code, out, err = sweep(tmp_path, *BAD, f"hydra/launcher={launcher}", *extra, "seed=0,1,4")
     assert code == 1, err
     by_seed = found(tmp_path, "trouble")

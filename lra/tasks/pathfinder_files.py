@@ -41,6 +41,7 @@ TRUTH_COLUMNS = (
 )  # fmt: skip
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+_COLOURS = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
 _LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
 
 
@@ -171,24 +172,28 @@ def _array_lines(data: bytes, where: str) -> list[str]:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         shape, is_fortran, dtype = read_header(stream)
-    except Exception as error:  # a damaged header may fail in any way
-        raise ValueError(f"{where}: a NumPy array with a damaged header ({error})") from None
-    if dtype.hasobject:
-        raise ValueError(f"{where}: a NumPy array of Python objects, which are never unpickled")
-    if not (dtype.kind in "US" or dtype.names) or len(shape) not in (1, 2):
-        raise ValueError(
-            f"{where}: a NumPy array of {dtype} with {len(shape)} axes, expected rows of texts"
-        )
-    body = data[stream.tell() :]
-    try:
-        if math.prod(shape) * dtype.itemsize != len(body):
-            raise ValueError(f"its shape is {shape}, but {len(body)} bytes follow")
-        array = np.frombuffer(body, dtype).reshape(shape, order="F" if is_fortran else "C")
-        lines = [_join(row) for row in array.tolist()]
-    except ValueError as error:
-        raise ValueError(f"{where}: a damaged NumPy array ({error})") from None
+        fault = _fault(shape, dtype, len(data) - stream.tell())
+        if not fault:
+            array = np.frombuffer(data, dtype, offset=stream.tell())
+            rows = array.reshape(shape, order="F" if is_fortran else "C").tolist()
+    except Exception as error:  # a damaged array may fail in any way
+        fault = f"which is damaged ({error})"
+    if fault:
+        raise ValueError(f"{where}: a NumPy array {fault}")
+    lines = [_join(row) for row in rows]
     # A single row may have lost its axis.
     return lines if any(" " in line for line in lines) else [" ".join(lines)]
+
+
+def _fault(shape: tuple[int, ...], dtype: np.dtype, num_bytes: int) -> str:
+    """Why an array is not one of metadata, empty if it is."""
+    if dtype.hasobject:
+        return "of Python objects, which are never unpickled; expected rows of texts"
+    if not (dtype.kind in "US" or dtype.names) or len(shape) not in (1, 2):
+        return f"of {dtype} with {len(shape)} axes, expected rows of texts"
+    if math.prod(shape) * dtype.itemsize != num_bytes:
+        return f"of shape {shape} and {dtype}, but {num_bytes} bytes follow"
+    return ""
 
 
 def _join(row: Any) -> str:
@@ -266,7 +271,7 @@ def _check_png(data: bytes, resolution: int) -> None:
         raise Damaged("empty file")
     if not data.startswith(_PNG):
         raise Damaged(f"not a PNG file, it begins with {data[:8]!r}")
-    start, kind = len(_PNG), b""
+    packed, start, kind = b"", len(_PNG), b""
     while kind != b"IEND":
         if start + 12 > len(data):
             raise Damaged(f"cut off after {len(data)} bytes")
@@ -276,20 +281,31 @@ def _check_png(data: bytes, resolution: int) -> None:
             raise Damaged(f"cut off after {len(data)} bytes")
         if zlib.crc32(data[start + 4 : end - 4]) != int.from_bytes(data[end - 4 : end]):
             raise Damaged(f"wrong checksum at byte {start}")
+        body = data[start + 8 : end - 4]
         if start == len(_PNG):
             if kind != b"IHDR" or length != 13:
                 raise Damaged("has no header")
-            width, height, depth, colour = struct.unpack_from(">IIBB", data, start + 8)
+            width, height, depth, colour, _, _, interlace = struct.unpack(">IIBBBBB", body)
             if (width, height) != (resolution, resolution):
                 raise ValueError(
                     f"a picture of {width} x {height}, expected {resolution} x {resolution}"
                 )
-            if (depth, colour) != (8, 0):
-                name = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
+            if (depth, colour, interlace) != (8, 0, 0):
                 raise ValueError(
-                    f"a picture of {depth}-bit {name.get(colour, 'unknown')}, expected 8-bit grey"
+                    f"a picture of {depth}-bit {_COLOURS.get(colour, 'unknown colour')}"
+                    f"{', interlaced' if interlace else ''}; expected 8-bit grey"
                 )
+        if kind == b"IDAT":
+            packed += body
         start = end
+    # A row begins with the number of its filter.
+    expected = resolution * (resolution + 1)
+    try:
+        size = len(zlib.decompressobj().decompress(packed, expected + 1))
+    except zlib.error as error:
+        raise Damaged(f"cannot be unpacked ({error})") from None
+    if size != expected:
+        raise Damaged(f"has {'less' if size < expected else 'more'} than {resolution} rows")
 
 
 # --- writing --------------------------------------------------------------------------------------

@@ -1,0 +1,283 @@
+"""What a model costs: sizes and costs against formulas by hand, and the command as a user meets it.
+
+Letters of the formulas: L length, D width, F width of the feed-forward, M memory slots, H heads.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from lra import inspect
+from lra.build import make_model, make_task, num_params
+from lra.cli import compose_config, typed
+from lra.config import HardwareConfig
+from lra.hardware import Hardware
+from models.classifier import Classifier
+from models.encoder import Encoder
+from models.shape import Shape
+
+ROOT = Path(__file__).resolve().parent.parent
+CPU = Hardware(HardwareConfig(device="cpu", num_threads=1))
+D, F, LAYERS, H = 64, 128, 2, 2  # of the default recipe
+SHARED = {"embedding": 16 * D, "positions": 2000 * D, "final norm": 2 * D}
+SHARED["head"] = D * 128 + 128 + 128 * 10 + 10
+
+
+def build(*overrides: str) -> Classifier:
+    config = typed(compose_config(["task=listops", *overrides]))
+    return make_model(config, make_task(config))
+
+
+def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = str(ROOT / "scripts" / "inspect_model.py")
+    return subprocess.run(
+        [sys.executable, script, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mixer", "norms", "extra"),
+    [
+        (["model=softmax"], 4 * (D * D + D), 4 * D, {}),
+        (["model=luna"], 7 * (D * D + D), 6 * D, {"memory": 16 * D}),
+        (["model=luna", "model.tie_kv=true"], 5 * (D * D + D), 6 * D, {"memory": 16 * D}),
+        (["model=nystromformer"], 4 * (D * D + D) + H * 35, 4 * D, {}),
+        (["model=fastformer"], 4 * (D * D + D) + 2 * H * D, 4 * D, {}),
+    ],
+    ids=["softmax", "luna", "tied luna", "nystromformer", "fastformer"],
+)
+def test_parameters_by_part(
+    overrides: list[str], mixer: int, norms: int, extra: dict[str, int]
+) -> None:
+    model = build(*overrides)
+    parts = inspect.parameters_by_part(model)
+    expected = SHARED | extra
+    for i in (1, 2):
+        expected |= {f"layer {i} mixer": mixer, f"layer {i} norms": norms}
+        expected[f"layer {i} feed-forward"] = 2 * D * F + F + D
+    assert parts == expected
+    assert sum(parts.values()) == num_params(model)
+
+
+def test_shared_and_fixed_parameters_count_once_or_not_at_all() -> None:
+    tied = inspect.parameters_by_part(build("shape.tie_layers=true"))
+    assert tied["every layer mixer"] == 7 * (D * D + D) and "layer 1 mixer" not in tied
+    shared = build("model=fastformer", "model.share_layers=true")
+    parts = inspect.parameters_by_part(shared)
+    assert "layer 2 mixer" not in parts and sum(parts.values()) == num_params(shared)
+    fixed = inspect.parameters_by_part(
+        build("shape.positions=sinusoidal", "shape.pooling=attention")
+    )
+    assert fixed["positions"] == 0 and fixed["pooling"] == D * D + D + D + 1
+
+
+def softmax_flops(length: int) -> int:
+    return 2 * length * 4 * D * D + 4 * length * length * D
+
+
+def luna_flops(length: int, slots: int = 16) -> int:
+    from_tokens, from_memory, attention = 4 * D * D, 3 * D * D, 4 * slots * D
+    return 2 * length * from_tokens + 2 * slots * from_memory + 2 * length * attention
+
+
+def nystromformer_flops(length: int, landmarks: int = 128) -> int:
+    attention = 2 * (4 * landmarks * length * D) + 2 * landmarks * landmarks * D
+    # Six steps of the inverse; the last is applied to the values, and three products with it.
+    inverse = (5 * 4 + 1) * 2 * landmarks**3 * H + 4 * 2 * landmarks**2 * D
+    convolution = 2 * length * (64 + 34) * D
+    return 2 * length * 4 * D * D + attention + inverse + convolution
+
+
+def fastformer_flops(length: int) -> int:
+    return 2 * length * 4 * D * D + 2 * (2 * length * D * H + 2 * length * D)
+
+
+def whole_flops(mixer_flops: int, length: int) -> int:
+    """With the feed-forward of each layer, the mean over tokens and the head."""
+    head = 2 * length * D + 2 * D * 128 + 2 * 128 * 10
+    return LAYERS * (mixer_flops + 2 * length * 2 * D * F) + head
+
+
+def costs_of(model: str, *lengths: int) -> inspect.Costs:
+    def make(length: int) -> Classifier:
+        return build(f"model={model}", f"task.max_length={length}")
+
+    return inspect.costs(make, lengths, CPU)
+
+
+def test_operations_of_softmax_equal_the_count_by_hand_at_every_length() -> None:
+    found = costs_of("softmax", 640, 2048, 16384)
+    assert found.hold and found.checked_at == inspect.CHECKED
+    for length, cost in found.by_length.items():
+        assert cost.flops == whole_flops(softmax_flops(length), length)
+    assert found.flops.growth(16384).startswith("quadratic")
+    assert found.activations.growth(16384) == "linear in L"  # weights are computed again
+
+
+@pytest.mark.parametrize(
+    ("model", "mixer_flops"),
+    [
+        ("luna", luna_flops),
+        ("nystromformer", nystromformer_flops),
+        ("fastformer", fastformer_flops),
+    ],
+)
+def test_operations_of_the_others_are_linear_and_no_more_than_the_papers_products(
+    model: str, mixer_flops: Callable[[int], int]
+) -> None:
+    found = costs_of(model, 640, 2048, 16384)
+    assert found.hold
+    for length, cost in found.by_length.items():
+        # Products in another order than the paper's save some, but not half.
+        expected = whole_flops(mixer_flops(length), length)
+        assert expected / 2 < cost.flops < 1.001 * expected, length
+    assert found.flops.growth(16384) == found.activations.growth(16384) == "linear in L"
+
+
+@pytest.mark.parametrize("model", ["softmax", "luna", "nystromformer", "fastformer"])
+def test_a_training_step_has_three_times_the_operations(model: str) -> None:
+    classifier = build(f"model={model}")
+    rows = (torch.ones(1, 1, 512, dtype=torch.int64), torch.tensor([[512]]))
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as step:
+        classifier.eval()(*rows).sum().backward()
+    forward = inspect.count(classifier, 512, CPU).flops
+    assert step.get_total_flops() == pytest.approx(3 * forward, rel=0.05)
+
+
+def test_activations_are_what_training_keeps() -> None:
+    """A feed-forward network, whose kept tensors can be counted by hand."""
+
+    class Plain(nn.Module):
+        def __init__(self, shape: Shape) -> None:
+            super().__init__()
+
+        def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+            return 2 * x_BLD  # a factor is no tensor: nothing is kept
+
+    shape = Shape(
+        vocab_size=9, max_length=4096, d_model=D, d_ff=F, num_layers=1, dropout=0.0,
+        positions="none", head_hidden=(), activation="relu",
+    )  # fmt: skip
+    model = Classifier(Encoder(shape, lambda: Plain(shape)), shape, 2)
+    costs = {n: inspect.count(model, n, CPU).activation_bytes for n in (512, 1024)}
+    # A token's id; the inputs of three norms, with mean and deviation; those of both maps of the
+    # feed-forward, the second of which is all that relu keeps; the weight in the mean.
+    row = 8 + 3 * (4 * D + 4 + 4) + 4 * D + 4 * F + 4
+    assert costs[1024] - costs[512] == pytest.approx(512 * row, rel=0.01)
+
+
+def test_half_precision_keeps_fewer_bytes() -> None:
+    model = build("model=fastformer")
+    half = Hardware(HardwareConfig(device="cpu", precision="bf16", num_threads=1))
+    full_bytes = inspect.count(model, 1024, CPU).activation_bytes
+    assert inspect.count(model, 1024, half).activation_bytes < 0.8 * full_bytes
+
+
+def test_polynomial_goes_through_its_points_and_says_how_it_grows() -> None:
+    found = inspect.Polynomial.through({n: 7 + 5 * n + 3 * n * n for n in (2, 5, 11)})
+    assert found(1000) == 7 + 5_000 + 3_000_000
+    assert str(found) == "7 + 5 L + 3 L²"
+    assert found.growth(1000) == "quadratic in L; the square outweighs the linear part from 2 on"
+    found = inspect.Polynomial.through({n: 9 * n // 2 - 4 for n in (2, 4, 8)})
+    assert str(found) == "-4 + 4.50 L" and found.growth(10**6) == "linear in L"
+
+
+def test_a_model_with_many_landmarks_is_counted_at_longer_lengths() -> None:
+    def make(length: int) -> Classifier:
+        return build("model=nystromformer", "model.num_landmarks=600", "model.pinv_iterations=1",
+                     f"task.max_length={length}")  # fmt: skip
+
+    found = inspect.costs(make, [2048, 30_000], CPU)
+    assert found.hold and found.checked_at == 2 * inspect.CHECKED
+    assert found.flops.growth(30_000) == "linear in L"
+    assert found.by_length[2048] == inspect.count(make(2048), 2048, CPU)
+
+
+def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
+    class Odd(nn.Module):
+        """Its map is applied ever more often as the input grows."""
+
+        def __init__(self, shape: Shape) -> None:
+            super().__init__()
+            self.map = nn.Linear(shape.d_model, shape.d_model)
+
+        def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+            for _ in range(x_BLD.shape[1] ** 2 // 2**17):
+                x_BLD = self.map(x_BLD)
+            return x_BLD
+
+    def make(length: int) -> Classifier:
+        shape = Shape(vocab_size=9, max_length=length, d_model=4, d_ff=4, num_layers=1)
+        return Classifier(Encoder(shape, lambda: Odd(shape)), shape, 2)
+
+    found = inspect.costs(make, [1024, 100_000], CPU)
+    assert not found.hold and list(found.by_length) == [1024]
+    assert "longer ones are left out" in "\n".join(inspect.cost_table(found, 1))
+
+
+def test_the_report_of_the_default_run(tmp_path: Path) -> None:
+    done = call(tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    for line in (
+        "luna on listops, recipe nystromformer",
+        "layer 1 mixer 29,120 16,640",
+        "total 231,946 205,706",
+        "+12.8 % against softmax: over the 10 % rule",
+        "token ids [1, 1, 1024]",
+        "layer 2 [1, 1024, 64], [1, 16, 64]",
+        "pooled [1, 64]",
+        "head [1, 10]",
+    ):
+        assert line in lines, done.stdout
+    (check,) = [line for line in lines if line.startswith("formulas against a run of 2,048")]
+    assert check.count("+0.00 % of") == 2
+    assert [line.split()[0] for line in lines if line.endswith((" a run", " formula"))] == [
+        "1,024", "2,048", "4,096", "8,192", "16,384",
+    ]  # fmt: skip
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_report_of_a_changed_pair_task(tmp_path: Path) -> None:
+    done = call(
+        tmp_path, "task=retrieval", "model.tie_kv=true", "shape.d_model=32", "--lengths", "64,256"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "luna on retrieval" in done.stdout and "within the 10 % rule" in done.stdout
+    assert "not apples to apples: shape.d_model=32 (recipe: 64)" in done.stdout
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "embedding [2, 1024, 32]" in lines and "pooled [1, 128]" in lines
+    length, flops, a_token = [line for line in lines if line.startswith("256 ")][0].split()[:3]
+    whole, share = (int(text.replace(",", "")) for text in (flops, a_token))
+    assert share == round(whole / 512)
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("model.tie_kvv=true", ["model.tie_kvv=true: unknown key", "did you mean 'tie_kv'"]),
+        ("model=lunna", ["model=lunna", "did you mean 'luna'"]),
+        ("--lengths=1k", ["--lengths=1k", "expected"]),
+        ("--lengths=0", ["--lengths=0", "expected"]),
+        ("model.projection_length=0", ["model.projection_length=0", "at least 1"]),
+    ],
+)
+def test_wrong_input_gets_one_message(tmp_path: Path, argument: str, expected: list[str]) -> None:
+    done = call(tmp_path, argument)
+    assert done.returncode == 2 and not done.stdout
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ")
+    for text in expected:
+        assert text in done.stderr
