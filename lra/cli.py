@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, fill, flatten, nearest
 from lra.sweep import outcomes, summary
+from lra.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
@@ -52,6 +53,9 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 def explain(error: Exception, overrides: list[str]) -> str:
     """One message for what Hydra refused: the key, what is allowed and the nearest known name."""
+    several = next((o for o in overrides if re.match(r"(experiment|task|recipe)=\[", o)), None)
+    if several:
+        return f"{several}: a list, expected one choice; -m with commas runs one after the other"
     if "hydra/launcher" in str(error):
         extra = "parallel" if "joblib" in str(error) else "slurm"
         return f"{str(error).splitlines()[0]}; pip install 'lra-harness[{extra}]' brings it"
@@ -99,9 +103,7 @@ def threads_per_job() -> int | None:
     launcher: Any = HydraConfig.get().launcher if HydraConfig.initialized() else {}
     if not str(launcher.get("_target_", "")).endswith("JoblibLauncher"):
         return None
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = available_cores()
     jobs = int(launcher.n_jobs)
     return max(1, cores // (jobs if jobs > 0 else cores))
 

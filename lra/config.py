@@ -133,7 +133,16 @@ class Paths:
 class LoggerConfig:
     """Where curves go besides the run's own metrics.jsonl."""
 
-    name: Literal["none"] = "none"
+    name: Literal["none", "wandb", "tensorboard"] = "none"
+    project: str = "lra"
+    entity: str | None = None  # None: wandb's own default
+    mode: Literal["online", "offline"] = "online"
+    group: str | None = None  # None: the config's hash, so that repeats over seeds stand together
+    timeout_s: float = 30.0  # how long the start, and the end, of a run may wait for the service
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"logger.timeout_s={self.timeout_s}: expected a number above 0")
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,9 @@ def run_job(
     from lra import distributed
     from lra.checkpoint import seed_everything
     from lra.hardware import Hardware
+    from lra.logger import check_installed, make_logger
+
+    check_installed(config.logger)
 
     distributed.adopt_slurm()
     hardware = Hardware(config.hardware, job_number)
@@ -82,12 +85,11 @@ def run_job(
     distributed.join(hardware.device.type)
 
     from lra import records
-    from lra.logger import make_logger
     from lra.trainer import Diverged, Interrupted, Refused, is_out_of_memory, train
 
     is_main = distributed.is_main()
     progress = Progress(quiet=not is_main)
-    data = prepare(task, config.paths.cache, num_workers=max(1, config.hardware.num_workers))
+    data = prepare(task, config.paths.cache)
     with _locked(run_dir) if is_main else contextlib.nullcontext():
         finished = _finished_record(config, task, name, run_id, data, progress)
         if distributed.from_main(finished is not None):
@@ -114,6 +116,7 @@ def run_job(
             run_id=run_id,
             run_dir=run_dir,
             plain_config=plain,
+            say=progress.say,
         ) as logger:
             try:
                 result = train(
@@ -233,8 +236,8 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
         name = override.lstrip("+").partition("=")[0]
         if not name.startswith(("checkpoint", "paths.", "hardware", "task.source", "task.path")):
             raise ValueError(
-                f"{override}: with checkpoint={config.checkpoint} the run's own config decides; only "
-                "paths, hardware, task.source and task.path can be given"
+                f"{override}: with checkpoint={config.checkpoint} the run's own config decides; "
+                "only paths, hardware, task.source and task.path can be given"
             )
     try:
         stored = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
@@ -253,7 +256,7 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
     model = make_model(config, task)
     model.load_state_dict(selected_weights(source, model, vocabulary=task.vocabulary_hash()))
     model.to(hardware.device)
-    data = prepare(task, config.paths.cache, num_workers=max(1, config.hardware.num_workers))
+    data = prepare(task, config.paths.cache)
     progress = Progress()
     progress.say(f"{run_dir.name}: {task.describe_source()}")
     for name in ("val", "test"):

@@ -196,8 +196,15 @@ def cache_folder(task: Task, cache_dir: Path) -> tuple[Path, str]:
     return cache_dir / f"{task.name}-{fingerprint[:12]}", fingerprint
 
 
-def prepare(task: Task, cache_dir: Path, *, num_workers: int = 1) -> Dataset:
-    """Open the task's cache, building it first if it is not there.
+def available_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def prepare(task: Task, cache_dir: Path, *, num_workers: int | None = None) -> Dataset:
+    """Open the task's cache, building it first if it is not there, on all cores by default.
 
     Concurrent callers wait for one builder. A killed build leaves no cache behind.
 
@@ -212,7 +219,7 @@ def prepare(task: Task, cache_dir: Path, *, num_workers: int = 1) -> Dataset:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not (folder / "meta.json").is_file():
-                _build(task, folder, fingerprint, num_workers)
+                _build(task, folder, fingerprint, num_workers or available_cores())
     return open_dataset(task, folder)
 
 
@@ -342,3 +349,4 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(task.work_dir, ignore_errors=True)
+    task.work_dir = None

@@ -1,9 +1,10 @@
 """Dropout that costs little on a CPU, and softmax attention with dropout in linear memory there.
 
-PyTorch's dropout for CPUs draws one number for each element at some 15 ns, and its fused attention
-knows no dropout there. Here an element takes 16 bits of a random word from PyTorch's default
-generator: rates are exact to 1/65536, and what is dropped depends on the generator's state alone,
-not on the number of threads. On other devices and in compiled code PyTorch's own functions serve.
+On a CPU PyTorch's dropout takes longer to draw its numbers than a small model to use them, and its
+fused attention knows no dropout. Here an element takes 16 bits of a random word from PyTorch's
+default generator: rates are exact to 1/65536, and what is dropped depends on the generator's state
+alone, not on the number of threads. On other devices and in compiled code PyTorch's own functions
+serve.
 
 Shapes: B batch, L length of the queries, N length of the keys, H heads, K head dim; R rows, a block
 of one example's queries, and J the keys they read.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 BLOCK_SIZE = 2**19  # attention weights formed at a time: enough for threads, few enough for caches
 
@@ -73,10 +75,11 @@ class _Dropout(torch.autograd.Function):
         kept = draw_kept(x.shape, p).to(torch.int8)
         ctx.save_for_backward(kept)
         ctx.scale = 1 / keep_probability(p)
-        # A product of two dtypes would convert in small pieces; this way each pass is one loop.
+        # kept * x would make the same copy first; here its memory also takes the result.
         return kept.to(x.dtype).mul_(x).mul_(ctx.scale)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
         return kept.to(grad.dtype).mul_(grad).mul_(ctx.scale), None
@@ -164,6 +167,7 @@ class _Attention(torch.autograd.Function):
         return y_BHLK
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_BHLK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q_BHLK, k_BHNK, v_BHNK, y_BHLK = ctx.saved_tensors
         scale, keep_scale = q_BHLK.shape[3] ** -0.5, 1 / keep_probability(ctx.plan.p)

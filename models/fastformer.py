@@ -112,8 +112,9 @@ class FastformerAttention(nn.Module):
         map_BEE = global_key_B1E.mT * self.transform.weight.T + identity_EE
         if isinstance(self.out, nn.Linear):
             map_BEE = map_BEE @ self.out.weight.T
-        y_BLD = q_BLE @ map_BEE
-        return y_BLD if self.transform.bias is None else y_BLD + self.out(self.transform.bias)
+        if self.transform.bias is None:
+            return torch.bmm(q_BLE, map_BEE)
+        return torch.baddbmm(self.out(self.transform.bias), q_BLE, map_BEE)
 
     def weights(self, score_BLH: Tensor, mask_BL: Tensor) -> Tensor:
         """Softmax over real tokens of the scaled scores [B, L, H] -> [B, H, L]; 0 at padding."""

@@ -128,19 +128,19 @@ class LunaAttention(nn.Module):
         k_BHMK = k_BHMK * width**-0.5
         query_HKD = self.query.weight.unflatten(0, (num_heads, width))
         slots_BHMD = torch.einsum("bhmk,hkd->bhmd", k_BHMK, query_HKD)
-        bias_BHM = score_bias(memory_mask_BM, x_BLD.dtype)[:, None]
+        bias_BHM = score_bias(memory_mask_BM, x_BLD.dtype)[:, None].expand(-1, num_heads, -1)
         if self.query.bias is not None:
             bias_HK = self.query.bias.unflatten(0, (num_heads, width))
             bias_BHM = bias_BHM + torch.einsum("bhmk,hk->bhm", k_BHMK, bias_HK)
-        else:
-            bias_BHM = bias_BHM.expand(-1, num_heads, -1)
         score_BLS = torch.baddbmm(bias_BHM.flatten(1)[:, None], x_BLD, slots_BHMD.flatten(1, 2).mT)
         weight_BLHM = self.dropout(score_BLS.unflatten(2, (num_heads, num_slots)).softmax(dim=-1))
         values_BHMD = torch.einsum(
             "bhmk,dhk->bhmd", v_BHMK, self.out.weight.unflatten(1, (num_heads, width))
         )
-        y_BLD = weight_BLHM.flatten(2) @ values_BHMD.flatten(1, 2)
-        return y_BLD if self.out.bias is None else y_BLD + self.out.bias
+        weight_BLS, values_BSD = weight_BLHM.flatten(2), values_BHMD.flatten(1, 2)
+        if self.out.bias is None:
+            return torch.bmm(weight_BLS, values_BSD)
+        return torch.baddbmm(self.out.bias, weight_BLS, values_BSD)
 
 
 def score_bias(mask_BN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -432,9 +432,7 @@ class LunaEncoder(Encoder):
         memory_mask_BM = self.slots_in_use(mask_BL)
         memory_BMD = self._first_memory(memory_mask_BM)
         for block in self.layers():
-            x_BLD, memory_BMD = self.apply_layer(
-                block, x_BLD, memory_BMD, mask_BL, memory_mask_BM
-            )
+            x_BLD, memory_BMD = self.apply_layer(block, x_BLD, memory_BMD, mask_BL, memory_mask_BM)
         return self.norm(x_BLD), self.memory_norm(memory_BMD)
 
     def output_mask(self, mask_BL: Tensor) -> Tensor:

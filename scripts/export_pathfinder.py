@@ -1,6 +1,6 @@
 """Write generated Pathfinder pictures in the layout of the benchmark's release.
 
-    python scripts/export_pathfinder.py OUT task=pathfinder task.num_train=800 task.num_val=100 task.num_test=100
+    python scripts/export_pathfinder.py OUT task.num_train=800 task.num_val=100 task.num_test=100
     python scripts/export_pathfinder.py OUT task=pathx --truth OUT/truth.tsv
 
 Any key of the config can be given; the task is pathfinder unless another is named. OUT then has
