@@ -59,6 +59,7 @@ def attend(
     0 .. t and needs no mask as long as padding stands behind the tokens. `query_mask_BL` says which
     results are of use, so that work on the others may be saved.
     """
+    assert mask_BN is None or not causal
     if mask_BN is not None:
         mask_BN = mask_BN | ~mask_BN.any(dim=1, keepdim=True)
     if dropout > 0 and has_fast_path(q_BHLK):
