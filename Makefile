@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= dev,tables,hub
+EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm
 
 .PHONY: help setup run test test-slow lint data sweep tables bench
 .DEFAULT_GOAL := help

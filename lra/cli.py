@@ -123,6 +123,8 @@ def run_program(main: Callable[[], Any]) -> None:
     # Let errors out of Hydra, which would print its own advice; they are worded here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     os.environ.setdefault("LRA_SWEEP_ID", str(os.getpid()))
+    # Threads that wait by spinning slow each other many times over when a core is shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _terminate)
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:

@@ -83,7 +83,8 @@ class Fails(SoftmaxAttention):
 def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     process = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *TINY, *TWO, "model=softmax", "model._target_=failing.Fails"],
+        [sys.executable, str(ROOT / "run.py"), *TINY, *TWO, "model=softmax",
+         "model._target_=failing.Fails"],
         cwd=tmp_path, capture_output=True, text=True, timeout=200,
         env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )  # fmt: skip
