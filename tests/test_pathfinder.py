@@ -752,7 +752,7 @@ def test_a_broken_build_goes_on_where_it_was(
 
     monkeypatch.setattr(pathfinder, "generate", watched)
     with pytest.raises(KeyboardInterrupt):
-        prepare(small(tmp_path, **FEW), tmp_path / "cache")
+        prepare(small(tmp_path, **FEW), tmp_path / "cache", num_workers=1)
     assert starts == [0, 4, 8, 1 << 40]
     (work,) = (tmp_path / "cache").glob("*.work")
     blocks = sorted(work.iterdir())
@@ -768,7 +768,7 @@ def test_a_broken_build_goes_on_where_it_was(
 
     starts.clear()
     starts += [-1] * 5  # so that it does not stop again
-    data = prepare(small(tmp_path, **FEW), tmp_path / "cache")
+    data = prepare(small(tmp_path, **FEW), tmp_path / "cache", num_workers=1)
     assert starts[5:] == [4, 8, (1 << 40) + 4, 2 << 40]
     assert data.fingerprint == expected.fingerprint
     assert checksums(data) == checksums(expected)

@@ -106,7 +106,7 @@ def test_long_and_odd_overrides_give_short_safe_folder_names(tmp_path: Path) -> 
     odd = tmp_path / "a path with blanks, ä and $"
     odd.mkdir()
     many = [f"train.log_every={n}" for n in range(1, 26)]
-    code, _, err = sweep(odd, *many, "paths.cache=x y/ü")
+    code, _, err = sweep(odd, *many, "paths.cache='x y/ü'")
     assert code == 0, err
     (folder,) = odd.glob("outputs/listops-*")
     assert len(folder.name) < 100 and folder.name.replace("-", "").isalnum()
