@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,11 @@ def write(path: Path, state: dict[str, Any]) -> None:
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
         if isinstance(error, RuntimeError):  # how torch reports a failed write
-            raise OSError(f"{path}: checkpoint not written ({error})") from error
+            free = shutil.disk_usage(path.parent).free >> 20
+            raise OSError(
+                f"{path}: checkpoint not written, {free} MiB free there ({error}); the one before "
+                "it is whole, so the same command resumes once there is space"
+            ) from error
         raise
 
 

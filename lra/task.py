@@ -7,6 +7,7 @@ A task is a dataclass that derives from `Task`: its fields are the keys of
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -345,8 +346,14 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # a cache without its meta.json
         os.replace(temporary, folder)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise OSError(
+                error.errno,
+                f"{folder}: the cache was not written ({error.strerror}); free some space or "
+                "choose another paths.cache",
+            ) from error
         raise
     shutil.rmtree(task.work_dir, ignore_errors=True)
     task.work_dir = None
