@@ -51,7 +51,8 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
         raise ValueError(
             "hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm"
         )
-    from lra.job import EXIT_CODES, Reference, evaluate_checkpoint, run_job
+    from lra.job import EXIT_CODES, Reference, run_job
+    from lra.weights import evaluate_checkpoint
 
     overrides = list(HydraConfig.get().overrides.task)
     if config.checkpoint is not None:

@@ -21,6 +21,10 @@ def make_task(config: RunConfig) -> Task:
         ValueError: an unknown key, a wrong type or a value out of range.
     """
     target, knobs = _target(config.task, "task")
+    if missing := getattr(target, "__abstractmethods__", None):
+        raise ValueError(
+            f"task._target_={config.task['_target_']}: the class lacks {', '.join(sorted(missing))}"
+        )
     return fill(target, knobs, "task", data_dir=config.paths.data)
 
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from lra.files import replacing
 
 KEEP = 2
 FORMAT_VERSION = 1
@@ -39,24 +39,20 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
 
 
 def write(path: Path, state: dict[str, Any]) -> None:
-    """Save to a temporary name, flush to disk, rename."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    """Save a state as a whole.
+
+    Raises:
+        OSError: the disk is full or not writable; what was there before stays.
+    """
     try:
-        with os.fdopen(handle, "wb") as file:
+        with replacing(path) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, RuntimeError):  # how torch reports a failed write
-            free = shutil.disk_usage(path.parent).free >> 20
-            raise OSError(
-                f"{path}: checkpoint not written, {free} MiB free there ({error}); the one before "
-                "it is whole, so the same command resumes once there is space"
-            ) from error
-        raise
+    except RuntimeError as error:  # how torch reports a failed write
+        free = shutil.disk_usage(path.parent).free >> 20
+        raise OSError(
+            f"{path}: checkpoint not written, {free} MiB free there ({error}); the one before "
+            "it is whole, so the same command resumes once there is space"
+        ) from error
 
 
 def read(path: Path) -> dict[str, Any]:

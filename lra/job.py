@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import time
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lra.build import make_model, make_task, model_name, num_params, resolved
-from lra.config import LoggerConfig, RunConfig, TrainConfig, config_hash, fill, flatten
+from lra.config import LoggerConfig, RunConfig, config_hash, flatten
+from lra.files import write_atomically
 from lra.progress import Progress, duration
-from lra.task import Dataset, Task, prepare, write_atomically
+from lra.task import Dataset, Task, prepare
+from lra.weights import selected_weights
 
 if TYPE_CHECKING:
     from lra.hardware import Hardware
@@ -215,89 +216,6 @@ def _job_process(
     except (ValueError, OSError) as error:
         write_atomically(refusal, str(error))
         raise
-
-
-def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
-    """Evaluate the selected weights of a run, on the data, paths and hardware of `config`.
-
-    Raises:
-        ValueError: no such run or weights, an override that the checkpoint decides, or data with
-            another vocabulary.
-    """
-    import yaml
-
-    from lra.evaluate import evaluate
-    from lra.hardware import Hardware
-
-    assert config.checkpoint is not None
-    source = Path(config.checkpoint)
-    run_dir = source if source.is_dir() else source.parent.parent
-    for override in overrides:
-        name = override.lstrip("+").partition("=")[0]
-        if not name.startswith(("checkpoint", "paths.", "hardware", "task.source", "task.path")):
-            raise ValueError(
-                f"{override}: with checkpoint={config.checkpoint} the run's own config decides; "
-                "only paths, hardware, task.source and task.path can be given"
-            )
-    try:
-        stored = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"checkpoint={source}: no run with a readable config.yaml ({error})"
-        ) from None
-    place = {k: v for k, v in config.task.items() if k in ("source", "path")
-             and any(o.lstrip("+").startswith(f"task.{k}=") for o in overrides)}  # fmt: skip
-    config = dataclasses.replace(
-        config, seed=stored["seed"], model=stored["model"], shape=stored["shape"],
-        task=stored["task"] | place, train=fill(TrainConfig, stored["train"], "train"),
-    )  # fmt: skip
-    task = make_task(config)
-    hardware = Hardware(config.hardware)
-    model = make_model(config, task)
-    model.load_state_dict(selected_weights(source, model, vocabulary=task.vocabulary_hash()))
-    model.to(hardware.device)
-    data = prepare(task, config.paths.cache)
-    progress = Progress()
-    progress.say(f"{run_dir.name}: {task.describe_source()}")
-    for name in ("val", "test"):
-        size = config.hardware.micro_batch_size or config.train.batch_size
-        metrics = evaluate(model, getattr(data, name), hardware, batch_size=size)
-        progress.say(
-            f"{name:<5} accuracy {100 * metrics.accuracy:.2f} %  loss {metrics.loss:.4f}  "
-            f"{metrics.num_examples:,} examples"
-        )
-
-
-def selected_weights(source: Path, model: Any, vocabulary: str | None = None) -> dict[str, Any]:
-    """Weights of a checkpoint file, or of a run folder's best (else last) checkpoint.
-
-    Raises:
-        ValueError: nothing there, unreadable, of another architecture or another vocabulary.
-    """
-    from lra import checkpoint
-
-    path = source
-    if source.is_dir():
-        state, _ = checkpoint.load_latest(source / "checkpoints")
-        if state is None:
-            raise ValueError(f"{source}: no checkpoint in its folder 'checkpoints'")
-        if vocabulary and state["identity"].get("vocabulary") not in (None, vocabulary):
-            raise ValueError(
-                f"{source}: was trained with another vocabulary than this task has now"
-            )
-        path = checkpoint.checkpoints(source / "checkpoints")[0]
-        best = source / "checkpoints" / f"best-{state['state']['best_step']:08d}.pt"
-        path = best if best.exists() else path
-    weights: dict[str, Any] = checkpoint.read(path)["model"]
-    own = model.state_dict()
-    wrong = [k for k in own.keys() | weights.keys()
-             if k not in own or k not in weights or own[k].shape != weights[k].shape]  # fmt: skip
-    if wrong:
-        raise ValueError(
-            f"{path}: weights of another architecture ({len(wrong)} of {len(own)} tensors differ, "
-            f"e.g. {sorted(wrong)[0]})"
-        )
-    return weights
 
 
 def compare(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lra.config import config_hash, fill
-from lra.task import write_atomically
+from lra.files import write_atomically
 
 SCHEMA_VERSION = 1
 # When the schema changes: raise SCHEMA_VERSION and add a function here, under the version before,

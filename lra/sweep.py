@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lra.task import write_atomically
+from lra.files import write_atomically
 
 STATUS_COLUMNS = ("job", "status", "test %", "run")
 

@@ -13,8 +13,8 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from lra.data import ARRAYS, SplitWriter, TokenArrays, file_sha256
+from lra.files import write_atomically
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
@@ -36,7 +37,7 @@ class Example(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Task:
+class Task(ABC):
     """One task. Class constants say what it is, fields how it is prepared.
 
     A subclass sets the constants, calls `super().__post_init__()` if it has checks of its own, and
@@ -76,9 +77,9 @@ class Task:
         return self.num_values + 1
 
     @property
+    @abstractmethod
     def kind(self) -> Literal["files", "generated", "synthetic"]:
         """Where the data come from, for the record."""
-        raise NotImplementedError
 
     @property
     def protocol(self) -> dict[str, Any]:
@@ -89,9 +90,9 @@ class Task:
         """How the data differ from the benchmark's own, e.g. other generator limits; [] if not."""
         return []
 
+    @abstractmethod
     def describe_source(self) -> str:
         """The source in words, for people: a path, or the generator and its seed."""
-        raise NotImplementedError
 
     def source_files(self) -> list[Path]:
         """Files whose content shapes the cache, in a fixed order; empty for generated data.
@@ -101,25 +102,25 @@ class Task:
         """
         return []
 
+    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content, JSON-able; `max_length` is added by the caller."""
-        raise NotImplementedError
 
+    @abstractmethod
     def examples(self, split: str) -> Iterator[Example]:
         """Yield the examples of `train`, `val` or `test` in a fixed order, whole (not yet cut).
 
         Names of examples that had to be left out go to `self.skipped[split]`.
         """
-        raise NotImplementedError
 
     def vocabulary_hash(self) -> str:
         """What each raw value stands for, as one hash; stored with checkpoints."""
         words = [self.decode(np.array([value], np.uint16)) for value in range(self.num_values)]
         return hashlib.sha256("\n".join(words).encode(errors="surrogateescape")).hexdigest()
 
+    @abstractmethod
     def decode(self, values: np.ndarray) -> str:
         """Raw values back to what a person can read."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -166,22 +167,6 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
         content.update(f"{name}\t{file_sha256(file)}\n".encode(errors="surrogateescape"))
     write_atomically(memo, content.hexdigest())
     return content.hexdigest()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write to a temporary name beside `path`, then rename: readers see the old file or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def cache_folder(task: Task, cache_dir: Path) -> tuple[Path, str]:

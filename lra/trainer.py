@@ -29,11 +29,12 @@ from lra import checkpoint, distributed
 from lra.config import TrainConfig
 from lra.data import Batch, TokenArrays, train_batches
 from lra.evaluate import Metrics, evaluate
+from lra.files import write_atomically
 from lra.hardware import Hardware
 from lra.optim import learning_rate, make_optimizer
 from lra.progress import Progress
 from lra.records import is_at_chance
-from lra.task import Dataset, write_atomically
+from lra.task import Dataset
 
 UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
 CHECKPOINT_INTERVAL_S = 60.0

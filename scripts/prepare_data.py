@@ -27,7 +27,8 @@ from lra.build import make_task  # noqa: E402
 from lra.cli import CONFIGS, EXIT_USAGE, compose_config, explain, typed  # noqa: E402
 from lra.config import nearest  # noqa: E402
 from lra.data import ARRAYS  # noqa: E402
-from lra.task import SPLITS, Dataset, Task, prepare, verify, write_atomically  # noqa: E402
+from lra.files import write_atomically  # noqa: E402
+from lra.task import SPLITS, Dataset, Task, prepare, verify  # noqa: E402
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 

@@ -21,9 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.config import flatten  # noqa: E402
+from lra.files import write_atomically  # noqa: E402
 from lra.leaderboard import finished, percent  # noqa: E402
 from lra.records import Record, load, load_all, problems  # noqa: E402
-from lra.task import write_atomically  # noqa: E402
 
 
 def list_records(results: Path, filters: list[str]) -> str:

@@ -12,6 +12,7 @@ import torch
 from lra import job, records
 from lra.config import RunConfig, fill
 from lra.job import EXIT_CODES, Reference, run_job
+from lra.weights import evaluate_checkpoint
 from models.softmax import SoftmaxAttention
 
 SOFTMAX = {"_target_": "models.softmax.SoftmaxAttention", "causal": False}
@@ -176,13 +177,13 @@ def test_evaluate_only_and_starting_from_weights(
     record = run(tmp_path, train={"num_steps": 60, "lr": 0.05})
     assert record.result is not None
     folder = str(tmp_path / "outputs" / record.run_id)
-    job.evaluate_checkpoint(config(tmp_path, checkpoint=folder), [f"checkpoint={folder}"])
+    evaluate_checkpoint(config(tmp_path, checkpoint=folder), [f"checkpoint={folder}"])
     shown = f"test  accuracy {100 * record.result.test.accuracy:.2f} %"
     assert shown in capsys.readouterr().out
     with pytest.raises(ValueError, match="train.lr=1: with checkpoint="):
-        job.evaluate_checkpoint(config(tmp_path, checkpoint=folder), ["train.lr=1"])
+        evaluate_checkpoint(config(tmp_path, checkpoint=folder), ["train.lr=1"])
     with pytest.raises(ValueError, match="no run with a readable config.yaml"):
-        job.evaluate_checkpoint(config(tmp_path, checkpoint=str(tmp_path)), [])
+        evaluate_checkpoint(config(tmp_path, checkpoint=str(tmp_path)), [])
     going_on = run(tmp_path, config(tmp_path), init_from=folder)
     assert going_on.run_id != record.run_id and going_on.why_not == [f"init_from={folder}"]
     assert going_on.curve[0]["val_loss"] < 0.69 and going_on.curve[0]["step"] == 4
@@ -200,7 +201,7 @@ def test_weights_are_not_read_with_another_vocabulary(
     folder = str(tmp_path / "outputs" / record.run_id)
     monkeypatch.setattr(Toy, "decode", lambda self, values: "".join(str(9 - v) for v in values))
     with pytest.raises(ValueError, match="another vocabulary"):
-        job.evaluate_checkpoint(config(tmp_path, checkpoint=folder), [])
+        evaluate_checkpoint(config(tmp_path, checkpoint=folder), [])
 
 
 def test_a_time_limit_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
@@ -215,3 +216,8 @@ def test_a_run_at_chance_is_told_early(tmp_path: Path, capsys: pytest.CaptureFix
     run(tmp_path, train={"num_steps": 40, "lr": 1e-9})
     out = capsys.readouterr().out
     assert out.count("warning: after a quarter of the steps validation is at chance") == 1
+
+
+def test_a_task_that_lacks_a_method_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="task._target_=lra.task.Task: the class lacks decode, "):
+        run(tmp_path, task={"_target_": "lra.task.Task"})

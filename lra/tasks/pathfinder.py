@@ -10,7 +10,6 @@ Legend: N pictures, P pixels of a picture.
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from lra.files import replacing
 from lra.task import SPLITS, Example, Task
 from lra.tasks.pathfinder_files import (
     NAMES_SHOWN,
@@ -441,17 +441,8 @@ def _load_block(file: Path, shape: tuple[int, int]) -> np.ndarray | None:
 
 def _save_block(file: Path, block: np.ndarray) -> None:
     """Write beside `file`, then rename: it is there whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as stream:
-            np.save(stream, block)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(file) as stream:
+        np.save(stream, block)
 
 
 def export(

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lra.task import write_atomically
+from lra.files import write_atomically
 from lra.tasks.pathfinder_generator import PathfinderParams, generate
 from lra.tasks.sources import read_file
 from lra.tasks.workers import map_in_order

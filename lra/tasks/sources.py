@@ -18,6 +18,7 @@ import typing
 import urllib.error
 import urllib.request
 import zlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,17 +160,17 @@ class FileTask(Task):
     def _synthetic_size(self, split: str) -> int:
         return getattr(self, f"num_{split}") or self.synthetic_sizes[split]
 
+    @abstractmethod
     def _places(self) -> list[Place]:
         """All places with at least a part of the data, the preferred one first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _files_at(self, place: Place) -> list[Path]:
         """The files to read at a place, in a fixed order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _tried(self) -> list[Path]:
         """Every place that `_places` looks at."""
-        raise NotImplementedError
 
     def _not_found(self) -> ValueError:
         tried = ", ".join(str(path) for path in self._tried())
@@ -234,22 +235,25 @@ class CorpusTask(FileTask):
             self._loaded = None
         return rows
 
+    @abstractmethod
     def _has_folder(self, folder: Path) -> bool:
         """Whether a folder has at least a part of the task's own files."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _files_in(self, folder: Path) -> list[Path]:
         """The task's own files in a folder, in a fixed order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read_folder(self, folder: Path) -> dict[str, list[Row]]:
-        raise NotImplementedError
+        """Examples of each of the source's splits, from its own files."""
 
+    @abstractmethod
     def _read_archive(self, archive: Path) -> dict[str, list[Row]]:
-        raise NotImplementedError
+        """Likewise, from an archive that is read in place."""
 
+    @abstractmethod
     def _read_table(self, rows: Iterator[TableRow]) -> list[Row]:
-        raise NotImplementedError
+        """Examples of one split, from the rows of a table."""
 
     def _tried(self) -> list[Path]:
         if self.root.is_file():
