@@ -26,6 +26,8 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
 
     assert config.checkpoint is not None
     source = Path(config.checkpoint)
+    if not source.exists():
+        raise ValueError(f"checkpoint={source}: no such run folder or checkpoint file")
     run_dir = source if source.is_dir() else source.parent.parent
     for override in overrides:
         name = override.lstrip("+").partition("=")[0]
