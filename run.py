@@ -16,10 +16,11 @@ from lra.cli import (
     compose_config,
     exit_codes,
     job_settings,
+    print_summary,
     run_program,
     typed,
 )
-from lra.sweep import Outcome, has_failed, note
+from lra.sweep import Outcome, first_line, has_failed, note
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
@@ -31,15 +32,17 @@ def main(cfg: DictConfig) -> None:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = "busy" if type(error).__name__ == "Busy" else "refused"
-        outcome = Outcome(settings.number, status, EXIT_USAGE, message=str(error).splitlines()[0])
+        outcome = Outcome(settings.number, status, EXIT_USAGE, message=first_line(error))
     except Exception as error:
         traceback.print_exc()
-        outcome = Outcome(settings.number, "failed", 1, message=str(error).splitlines()[0])
+        outcome = Outcome(settings.number, "failed", 1, message=first_line(error))
     exit_codes.append(outcome.exit_code)
     if settings.sweep_dir is not None:
         note(settings.sweep_dir, outcome)
         if outcome.status == "interrupted" and settings.in_sweep_process:
-            sys.exit(outcome.exit_code)  # the signal was meant for the whole sweep
+            # The signal was meant for the whole sweep, whose end Hydra does not announce then.
+            print_summary(settings.sweep_dir)
+            sys.exit(outcome.exit_code)
 
 
 def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:

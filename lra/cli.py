@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
@@ -21,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, fill, flatten, nearest
-from lra.sweep import outcomes, summary
+from lra.sweep import Outcome, outcomes, summary
 from lra.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -36,6 +38,11 @@ def typed(cfg: DictConfig) -> RunConfig:
     Raises:
         ValueError: an unknown key, a wrong type or a value out of range; names the key.
     """
+    if HydraConfig.initialized():
+        job = HydraConfig.get()
+        for override in job.overrides.hydra:
+            if complaint := unknown_hydra_key(job, override):
+                raise ValueError(complaint)
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     config = fill(RunConfig, values)
     if config.hardware.num_threads is None and (threads := threads_per_job()):
@@ -67,12 +74,33 @@ def explain(error: Exception, overrides: list[str]) -> str:
         key = match[1].lstrip("+~")
         choices = [o for o in overrides if re.fullmatch(rf"({'|'.join(GROUPS)})=\w+", o)]
         given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
+        if key.startswith("hydra."):
+            return unknown_hydra_key(OmegaConf.structured(HydraConf), given) or (
+                f"{given}: unknown key"
+            )
         section, _, name = key.rpartition(".")
         known = list(flatten(_plain(compose_config(choices))))
         inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
         top = sorted({k.split(".")[0] for k in known} | set(GROUPS))
         return f"{given}: unknown key; {nearest(name, inside or top)}"
     return str(error)
+
+
+def unknown_hydra_key(hydra_config: Any, override: str) -> str | None:
+    """What is wrong with the key of `[+]hydra.a.b=value`, if a class that Hydra types lacks it.
+
+    Hydra itself lets a key in that stands behind a plus sign, although nothing reads it.
+    """
+    node = hydra_config
+    for name in override.lstrip("+~").partition("=")[0].split(".")[1:]:
+        kind: Any = OmegaConf.get_type(node) if OmegaConf.is_config(node) else None
+        if not dataclasses.is_dataclass(kind):
+            return None  # of free form, such as the environment of a job
+        known = [field.name for field in dataclasses.fields(kind)]
+        if name not in known:
+            return f"{override}: unknown key; {nearest(name, known)}"
+        node = OmegaConf.select(node, name, throw_on_resolution_failure=False)
+    return None
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
@@ -92,6 +120,8 @@ class JobSettings:
 def job_settings() -> JobSettings:
     """The running job's place."""
     job = HydraConfig.get()
+    if job.job.chdir:
+        os.chdir(job.runtime.cwd)  # relative paths are taken from there, wherever Hydra went
     if job.mode != RunMode.MULTIRUN:
         return JobSettings(0, None, False)
     basic = str(job.launcher._target_).endswith("BasicLauncher")
@@ -113,9 +143,15 @@ class SweepSummary(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print how each job ended and keep the worst exit code."""
-        found = outcomes(Path(config.hydra.sweep.dir))
-        print(summary(found, len(found)), flush=True)
+        found = print_summary(Path(config.hydra.sweep.dir))
         exit_codes.extend(o.exit_code for o in found if o.status != "busy")
+
+
+def print_summary(sweep_dir: Path) -> list[Outcome]:
+    """Print how the jobs of a sweep ended so far, and return it."""
+    found = outcomes(sweep_dir)
+    print(summary(found, len(found)), flush=True)
+    return found
 
 
 def run_program(main: Callable[[], Any]) -> None:

@@ -97,6 +97,15 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def give_back_to_queue() -> None:
+    """Let a job scheduler's own handler of SIGUSR2, its warning, put the job back in its queue.
+
+    That may end this process, so all that the run leaves behind has to be written before.
+    """
+    if callable(signal.getsignal(signal.SIGUSR2)):
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+
 def join(device_type: str) -> None:
     """Meet the other processes, if there are any; once per process."""
     if is_worker() and not dist.is_initialized():
@@ -123,8 +132,10 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
     )  # fmt: skip
     assert context is not None
     forwarded = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    received = set()
 
     def forward(number: int, _frame: object) -> None:
+        received.add(number)
         for process in context.processes:
             if process.is_alive() and process.pid:
                 os.kill(process.pid, number)
@@ -140,6 +151,8 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
+    if signal.SIGUSR2 in received:
+        give_back_to_queue()
 
 
 def _worker(

@@ -111,7 +111,7 @@ def run_job(
             )  # fmt: skip
 
         status: Status = "completed"
-        message, result = "", None
+        message, result, cause = "", None, None
         with make_logger(
             config.logger if is_main else LoggerConfig(),
             run_id=run_id,
@@ -129,7 +129,7 @@ def run_job(
             except Diverged as error:
                 status, message = "diverged", str(error)
             except Interrupted as error:
-                status, message = "interrupted", str(error)
+                status, message, cause = "interrupted", str(error), error.cause
             except Refused:
                 raise
             except Exception as error:
@@ -181,7 +181,9 @@ def run_job(
                 _write_status(run_dir, status, started_at)
                 logger.finish(json.loads(record.to_json()), EXIT_CODES[status])
                 _conclude(progress, record, path)
-        return record
+    if cause == "SIGUSR2":
+        distributed.give_back_to_queue()
+    return record
 
 
 def _run_in_processes(

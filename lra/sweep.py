@@ -24,6 +24,11 @@ class Outcome:
     message: str = ""
 
 
+def first_line(error: Exception) -> str:
+    """What an error says, in one line; its class if it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def note(folder: Path, outcome: Outcome) -> None:
     """Leave a job's outcome in the sweep's folder."""
     write_atomically(folder / f"{outcome.number}.json", json.dumps(dataclasses.asdict(outcome)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import signal
 import threading
 import time
@@ -38,6 +37,7 @@ from lra.task import Dataset
 
 UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
 CHECKPOINT_INTERVAL_S = 60.0
+REMEDY = "lower train.lr, lengthen train.warmup_steps or set train.clip_norm"
 
 
 class Refused(ValueError):
@@ -49,7 +49,11 @@ class Diverged(Exception):
 
 
 class Interrupted(Exception):
-    """A signal asked the run to stop; its state is saved."""
+    """A signal, named in `cause`, or the time limit asked the run to stop; its state is saved."""
+
+    def __init__(self, message: str, cause: str | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 @dataclass
@@ -112,7 +116,7 @@ def train(
 
     Raises:
         Refused: the folder holds checkpoints of another setting.
-        Diverged: the loss became infinite or NaN.
+        Diverged: the loss became infinite or NaN, in training or on a split.
         Interrupted: a signal or the time limit; the state is saved and can be resumed.
     """
     started = time.monotonic()
@@ -151,9 +155,14 @@ def train(
         # Several processes must stay together, so only a single one may stop between batches.
         check = stop.check if is_alone else lambda: None
         network = forward if is_alone else model
-        return evaluate(
+        metrics = evaluate(
             network, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=check
         )
+        # The last step may break the weights, and no training loss after it would show that.
+        if not math.isfinite(metrics.loss):
+            name = "test" if split is data.test else "validation"
+            raise Diverged(f"step {state.step}: the {name} loss is {metrics.loss}; {REMEDY}")
+        return metrics
 
     recent: list[Step] = []  # steps whose losses are still on the device
     saved_at = window_start = time.monotonic()
@@ -258,15 +267,13 @@ def train(
             write(rows)
             bad = next((r for r in rows if not math.isfinite(r["loss"])), None)
             if bad:
-                raise Diverged(
-                    f"step {bad['step']}: the loss is {bad['loss']}; lower train.lr, lengthen "
-                    "train.warmup_steps or set train.clip_norm"
-                )
+                raise Diverged(f"step {bad['step']}: the loss is {bad['loss']}; {REMEDY}")
             bar.update(rows, state)
             if distributed.any_of(bool(stop.requested), hardware.device):
                 save()
                 raise Interrupted(
-                    f"stopped by {stop.requested or 'another process'} at step {state.step}"
+                    f"stopped by {stop.requested or 'another process'} at step {state.step}",
+                    stop.requested,
                 )
             if saving:
                 save()
@@ -440,7 +447,7 @@ class _Stop:
 
     def check(self) -> None:
         if self.requested:
-            raise Interrupted(f"stopped by {self.requested}")
+            raise Interrupted(f"stopped by {self.requested}", self.requested)
 
 
 @contextlib.contextmanager
@@ -464,6 +471,3 @@ def stop_on_signals() -> Iterator[_Stop]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-        if stop.requested == "SIGUSR2" and callable(before[signal.SIGUSR2]):
-            # The state is saved; let a job scheduler's own handler put the job back in its queue.
-            os.kill(os.getpid(), signal.SIGUSR2)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lra import job, records
 from lra.config import RunConfig, fill
 from lra.job import EXIT_CODES, Reference, run_job
+from lra.leaderboard import make_rows
+from lra.task import Example
 from lra.weights import evaluate_checkpoint
+from models.classifier import Classifier
 from models.softmax import SoftmaxAttention
+from tests.toy import SIZES, Toy
 
 SOFTMAX = {"_target_": "models.softmax.SoftmaxAttention", "causal": False}
 SHAPE = {"d_model": 8, "d_ff": 8, "num_layers": 1, "num_heads": 1, "head_hidden": [4]}
@@ -81,24 +91,62 @@ def test_a_failure_leaves_a_record_a_traceback_and_a_code(
         record = run(tmp_path)
     assert record.status == status and record.result is None and EXIT_CODES[status] == code
     assert str(error).split("] ")[-1] in record.message
-    assert "Traceback" in (tmp_path / "outputs" / record.run_id / "traceback.txt").read_text()
+    folder = tmp_path / "outputs" / record.run_id
+    assert "Traceback" in (folder / "traceback.txt").read_text()
+    assert json.loads((folder / "status.json").read_text())["status"] == status
     assert run(tmp_path).status in ("completed", "at_chance")  # the next start replaces it
+    assert not (folder / "traceback.txt").exists()
 
 
 def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = SoftmaxAttention.forward
-    monkeypatch.setattr(
-        SoftmaxAttention, "forward", lambda self, *a: forward(self, *a) * float("nan")
-    )
+    forward, calls = SoftmaxAttention.forward, []
+
+    def breaks(self: SoftmaxAttention, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(inputs)
+        return forward(self, *inputs) * (float("inf") if len(calls) == 3 else 1)
+
+    monkeypatch.setattr(SoftmaxAttention, "forward", breaks)
     record = run(tmp_path)
-    assert record.status == "diverged" and "step 1: the loss is nan" in record.message
-    assert EXIT_CODES["diverged"] == 3
+    assert record.status == "diverged" and "step 3: the loss is nan" in record.message
+    assert record.result is None and EXIT_CODES["diverged"] == 3
+    folder = tmp_path / "outputs" / record.run_id
+    assert json.loads((folder / "status.json").read_text())["status"] == "diverged"
+    assert not (folder / "traceback.txt").exists()  # no fault of the code
 
 
-def test_a_constant_predictor_is_at_chance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = SoftmaxAttention.forward
-    monkeypatch.setattr(SoftmaxAttention, "forward", lambda self, *a: forward(self, *a) * 0.0)
-    assert run(tmp_path).status == "at_chance"
+class Two(Toy):
+    """Two classes, equally many of each; 2,000 examples to validate on."""
+
+    max_length = 2
+
+    def examples(self, split: str) -> Iterator[Example]:
+        for i in range(2000 if split == "val" else 20):
+            yield Example((np.array([i % 7], np.uint8),), i % self.num_classes)
+
+
+class Ten(Two):
+    """The same with ten classes."""
+
+    num_classes = 10
+
+
+@pytest.mark.parametrize("task, share", [("Two", 0.5), ("Ten", 0.1)])
+def test_a_constant_predictor_is_at_chance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, share: float
+) -> None:
+    monkeypatch.setattr(
+        Classifier,
+        "forward",
+        lambda self, tokens_BSL, _: (
+            self.head[-1].bias.expand(len(tokens_BSL), -1) * 0
+            + torch.arange(self.head[-1].out_features)
+        ),
+    )
+    record = run(tmp_path, task={"_target_": f"tests.test_job.{task}"})
+    assert record.status == "at_chance" and record.result is not None
+    assert record.result.val.accuracy == share and record.result.val.num_examples == 2000
+    row = make_rows([replace(record, task="listops")])[0]
+    assert str(row.cells["listops"]) == "FAIL (1)"
 
 
 @pytest.mark.parametrize("num_classes", [2, 10])
@@ -110,6 +158,38 @@ def test_the_bound_of_chance(num_classes: int) -> None:
     assert records.is_at_chance(chance + 2.3 * spread, balanced)
     assert not records.is_at_chance(chance + 2.4 * spread, balanced)
     assert records.is_at_chance(0.17, [334, 186, 158, 162, 176, 170, 156, 144, 174, 340])
+
+
+def test_a_run_of_more_steps_is_another_run_and_leaves_the_first_alone(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    kept = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    longer = run(tmp_path, train={"num_steps": 16})
+    assert longer.run_id != first.run_id
+    assert [point["step"] for point in longer.curve] == [4, 8, 12, 16]  # from the beginning
+    assert {p: p.read_bytes() for p in kept} == kept
+
+
+def test_checkpoints_of_another_setting_are_never_loaded(tmp_path: Path) -> None:
+    narrow, wide = run(tmp_path), {"shape": {"d_model": 16}}
+    folder = tmp_path / "outputs" / narrow.run_id
+    in_its_place = tmp_path / "outputs" / run(tmp_path, **wide).run_id
+    assert in_its_place != folder
+    for path in (tmp_path / "results").rglob("*.json"):
+        path.unlink()  # so that both are to be run again
+    shutil.rmtree(in_its_place / "checkpoints")
+    shutil.copytree(folder / "checkpoints", in_its_place / "checkpoints")
+    with pytest.raises(ValueError, match=r"holds a run with another config_hash \(.*, now .*\)"):
+        run(tmp_path, **wide)
+    assert not list((tmp_path / "results").rglob("*.json"))
+
+
+def test_the_device_taken_by_itself_is_told_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = run(tmp_path, hardware={"device": "auto"})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert record.hardware["device"] == device
+    assert f"device   {record.hardware['name']} ({device}, float32)" in capsys.readouterr().out
 
 
 def test_changed_settings_and_a_reduced_budget_are_named(tmp_path: Path) -> None:
@@ -135,8 +215,6 @@ def test_the_ten_percent_rule(
 
 
 def test_limited_data_are_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.toy import SIZES, Toy
-
     monkeypatch.setattr(Toy, "official_sizes", SIZES)
     assert run(tmp_path / "whole").protocol.data == "generated"
     record = run(tmp_path / "part", task={"limit_train": 20})
@@ -146,8 +224,6 @@ def test_limited_data_are_partial(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_finished_run_on_other_data_is_not_passed_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.toy import Toy
-
     first = run(tmp_path)
     assert run(tmp_path) == first
     monkeypatch.setattr(Toy, "settings", lambda self: {"changed": True})
@@ -156,8 +232,6 @@ def test_a_finished_run_on_other_data_is_not_passed_off(
 
 
 def test_correctness_bits_round_trip() -> None:
-    import numpy as np
-
     correct = np.random.default_rng(0).random(21) < 0.5
     text = records.pack_correct(correct)
     assert np.array_equal(records.unpack_correct(text, 21), correct)
@@ -195,8 +269,6 @@ def test_evaluate_only_and_starting_from_weights(
 def test_weights_are_not_read_with_another_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.toy import Toy
-
     record = run(tmp_path)
     folder = str(tmp_path / "outputs" / record.run_id)
     monkeypatch.setattr(Toy, "decode", lambda self, values: "".join(str(9 - v) for v in values))
@@ -221,3 +293,38 @@ def test_a_run_at_chance_is_told_early(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_task_that_lacks_a_method_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="task._target_=lra.task.Task: the class lacks decode, "):
         run(tmp_path, task={"_target_": "lra.task.Task"})
+
+
+@pytest.mark.parametrize("handler", ["of a scheduler", "none"])
+def test_a_scheduler_gets_its_signal_back_once_the_record_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str
+) -> None:
+    seen: list[str] = []
+
+    def puts_back(*_: object) -> None:
+        (path,) = (tmp_path / "results/runs/toy/softmax").glob("*.json")
+        (state,) = tmp_path.glob("outputs/*/status.json")
+        seen.extend([records.load(path).status, json.loads(state.read_text())["status"]])
+        raise SystemExit(144)
+
+    forward = SoftmaxAttention.forward
+
+    def warned(self: SoftmaxAttention, *inputs: torch.Tensor) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return forward(self, *inputs)
+
+    before = signal.signal(
+        signal.SIGUSR2, puts_back if handler == "of a scheduler" else signal.SIG_DFL
+    )
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(SoftmaxAttention, "forward", warned)
+            if handler == "none":
+                assert run(tmp_path).status == "interrupted"
+            else:
+                with pytest.raises(SystemExit):
+                    run(tmp_path)
+                assert seen == ["interrupted", "interrupted"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert run(tmp_path).curve == run(tmp_path / "whole").curve

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,18 +19,24 @@ import torch
 from torch import Tensor, nn
 
 from lra import checkpoint
+from lra.cli import CONFIGS, compose_config, typed
 from lra.config import HardwareConfig
 from lra.evaluate import evaluate
 from lra.hardware import Hardware
 from lra.trainer import Diverged, Interrupted, is_out_of_memory
 from tests.toy import SIZES, ToyModel, run, toy_data
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = HardwareConfig(device="cpu", num_threads=1)
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(r["step"], r["loss"]) for r in rows if r["split"] == "train"]
+
+
+def metrics(folder: Path) -> str:
+    return (folder / "metrics.jsonl").read_text()
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -121,7 +131,7 @@ def test_a_signal_saves_and_the_next_start_ends_as_if_never_stopped(
     with pytest.raises(Interrupted, match=f"at step {at}"):
         run(tmp_path / "cut", data, model=lambda: StopsAt(at, number))
     resumed = run(tmp_path / "cut", data)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
     assert resumed.state.curve == whole.state.curve
     assert (resumed.step, resumed.test.accuracy) == (whole.step, whole.test.accuracy)
@@ -149,8 +159,66 @@ def test_a_killed_run_repeats_only_what_was_not_saved(tmp_path: Path, at: int) -
     made: list[StopsAt] = []
     run(tmp_path / "cut", data, model=lambda: made.append(StopsAt(-1, 0)) or made[0])
     assert made[0].steps == 20 - (at - 1) // 3 * 3  # checkpoint_every=3
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    # Rows beyond the checkpoint are cut and written again: each step is there once.
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert [step for step, _ in losses(tmp_path / "cut")] == list(range(1, 21))
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+class Draws(StopsAt):
+    """Its loss depends on all generators that a model could draw from."""
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        logits_BC = super().forward(tokens_BSL, lengths_BS)
+        if self.training:
+            return logits_BC * (1 + random.random() + np.random.random() + torch.rand(()))
+        return logits_BC
+
+
+def test_every_generator_goes_on_where_it_stood(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    checkpoint.seed_everything(5)
+    run(tmp_path / "whole", data, model=lambda: Draws(-1, 0))
+    checkpoint.seed_everything(5)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "cut", data, model=lambda: Draws(7, signal.SIGTERM))
+    checkpoint.seed_everything(6)  # another process starts from other states
+    run(tmp_path / "cut", data, model=lambda: Draws(-1, 0))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+SAVES = """
+import os, pathlib, signal, sys, time, torch
+from lra import checkpoint
+folder, state = pathlib.Path(sys.argv[1]), {"model": {"w": torch.zeros(300_000)}}
+step = left_over = 0
+for attempt in range(40):
+    child = os.fork()
+    if child == 0:  # writes one checkpoint after the other until it is killed
+        while True:
+            step += 1
+            checkpoint.save(folder, step, state | {"step": step})
+    while attempt == 0 and not checkpoint.checkpoints(folder):
+        time.sleep(0.001)
+    time.sleep(0.002 + attempt / 2000)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    left_over += len(list(folder.glob(".*.tmp")))
+    found, warnings = checkpoint.load_latest(folder)
+    assert found and not warnings and found["step"] >= step, (found, warnings, step)
+    assert not list(folder.glob(".*.tmp"))
+    step = found["step"]
+print(step, left_over)
+"""
+
+
+def test_killed_while_saving_again_and_again_a_run_stays_resumable(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES, str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    saved, left_over = map(int, done.stdout.split())
+    assert saved > 1 and left_over > 0  # so there were kills within a write, after others
 
 
 def test_a_cut_checkpoint_is_passed_over_with_a_warning(
@@ -269,6 +337,32 @@ def test_evaluation_leaves_mode_random_state_and_gradients_alone(tmp_path: Path)
     assert (first.accuracy, first.loss) == (again.accuracy, again.loss)
 
 
+class Watches(ToyModel):
+    """Keeps what it is asked in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[list[int]]] = [[]]
+
+    def train(self, mode: bool = True) -> Watches:
+        if mode and self.seen[-1]:
+            self.seen.append([])
+        return super().train(mode)
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        if not self.training:
+            self.seen[-1] += tokens_BSL[:, 0].tolist()
+        return super().forward(tokens_BSL, lengths_BS)
+
+
+def test_every_evaluation_asks_the_same_rows_in_the_same_order(tmp_path: Path) -> None:
+    data, model = toy_data(tmp_path, sizes={"train": 40, "val": 19, "test": 20}), Watches()
+    run(tmp_path / "run", data, model=lambda: model)
+    *evaluations, test, rest = model.seen
+    assert len(evaluations) == 5 and len(test) == 20 and rest == []
+    assert len(evaluations[0]) == 19 and all(rows == evaluations[0] for rows in evaluations)
+
+
 class GoesWrong(ToyModel):
     """Meets an infinite weight in training step 3."""
 
@@ -283,6 +377,37 @@ class GoesWrong(ToyModel):
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path: Path) -> None:
     with pytest.raises(Diverged, match="step 3: the loss is nan"):
         run(tmp_path / "run", toy_data(tmp_path), model=GoesWrong, log_every=10)
+
+
+class BreaksLast(ToyModel):
+    """Has weights that are no numbers after the last of 20 steps, whose own loss is finite."""
+
+    steps = 0
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        self.steps += self.training
+        logits_BC = super().forward(tokens_BSL, lengths_BS)
+        return logits_BC if self.steps < 20 or self.training else logits_BC * float("nan")
+
+
+@pytest.mark.parametrize("selection", ["best_val", "last"])
+def test_an_evaluation_that_is_not_finite_ends_the_run_too(tmp_path: Path, selection: str) -> None:
+    with pytest.raises(Diverged, match="step 20: the validation loss is nan; lower train.lr"):
+        run(tmp_path / "run", toy_data(tmp_path), model=BreaksLast, selection=selection)
+
+
+def test_a_test_loss_that_is_not_finite_is_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = toy_data(tmp_path)
+
+    def broken(model: nn.Module, split: Any, *args: Any, **options: Any) -> Any:
+        metrics = evaluate(model, split, *args, **options)
+        return replace(metrics, loss=float("inf")) if split is data.test else metrics
+
+    monkeypatch.setattr("lra.trainer.evaluate", broken)
+    with pytest.raises(Diverged, match="the test loss is inf"):
+        run(tmp_path / "run", data)
 
 
 class RunsOut(ToyModel):
@@ -376,12 +501,41 @@ def test_the_largest_rate_really_used_is_kept(tmp_path: Path) -> None:
     assert state.max_lr == pytest.approx(0.02 * 19 / 80 / 80**0.5)
 
 
-def test_bf16_runs_on_a_cpu_and_fp16_is_refused_by_name(tmp_path: Path) -> None:
-    run(
-        tmp_path / "run",
-        toy_data(tmp_path),
-        hardware=HardwareConfig(device="cpu", precision="bf16"),
+@pytest.mark.parametrize("precision", get_args(get_type_hints(HardwareConfig)["precision"]))
+def test_every_precision_runs_on_a_cpu_or_is_refused_by_name(
+    tmp_path: Path, precision: Any
+) -> None:
+    hardware = HardwareConfig(device="cpu", precision=precision, num_threads=1)
+    if precision in ("float32", "bf16"):
+        run(tmp_path / "run", toy_data(tmp_path), hardware=hardware)
+    else:
+        with pytest.raises(ValueError, match=f"hardware.precision={precision}: not on a CPU"):
+            run(tmp_path / "run", toy_data(tmp_path), hardware=hardware)
+
+
+def test_float32_is_the_default_precision_everywhere() -> None:
+    names = [p.stem for p in (CONFIGS / "hardware").glob("*.yaml")]
+    choices = [[f"hardware={name}"] for name in names if name != "slurm"] + [[]]
+    assert {typed(compose_config(choice)).hardware.precision for choice in choices} == {"float32"}
+    assert HardwareConfig().precision == "float32"
+
+
+FEW_FILES = """
+import pathlib, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+from lra.config import HardwareConfig
+from tests.toy import run, toy_data
+folder = pathlib.Path(sys.argv[1])
+data = toy_data(folder, sizes={"train": 2000, "val": 20, "test": 20})
+hardware = HardwareConfig(device="cpu", num_threads=1, num_workers=4)
+result = run(folder / "run", data, hardware=hardware, num_steps=500, eval_every=500,
+             checkpoint_every=None, log_every=100)
+print(result.state.step, len(data.train))
+"""
+
+
+def test_few_open_files_suffice_for_two_epochs_with_workers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FEW_FILES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
-    for precision in ("fp16", "tf32"):
-        with pytest.raises(ValueError, match=f"hardware.precision={precision}"):
-            Hardware(HardwareConfig(device="cpu", precision=precision))  # type: ignore[arg-type]
+    assert done.stdout.split()[-2:] == ["500", "2000"], done.stderr
