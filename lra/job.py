@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lra.build import make_model, make_task, model_name, num_params, resolved
 from lra.config import LoggerConfig, RunConfig, config_hash, flatten
 from lra.files import write_atomically
-from lra.progress import Progress, duration
+from lra.progress import Progress, duration, percent
 from lra.task import Dataset, Task, prepare
 from lra.weights import selected_weights
 
@@ -360,9 +360,9 @@ def _conclude(progress: Progress, record: Record, path: Path) -> None:
     else:
         test = record.result.test
         progress.say(
-            f"{record.status}: test accuracy {100 * test.accuracy:.2f} % on {test.num_examples:,} "
-            f"examples, step {record.result.step} ({record.protocol.selection}); "
-            f"{duration(record.speed['wall_time_s'] or 0)} in all"
+            f"{record.status}: test accuracy {percent(100 * test.accuracy)} % on "
+            f"{test.num_examples:,} examples, step {record.result.step} "
+            f"({record.protocol.selection}); {duration(record.speed['wall_time_s'] or 0)} in all"
         )
         progress.say(task_table([record], load_published(), record.task, record.run_id))
     progress.say(f"record   {path}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import flatten
+from lra.progress import percent
 from lra.records import Record
 from lra.statistics import mean_std, wilson
 
@@ -49,11 +50,6 @@ LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
     "interrupted": "Interrupted",
     "failed": "Failed",
 }
-
-
-def percent(value: float | None) -> str:
-    """Two decimals, or nothing. A half goes up, also where binary numbers fall just short of it."""
-    return "" if value is None else f"{value + 1e-9:.2f}"
 
 
 @dataclass(frozen=True)

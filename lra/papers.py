@@ -10,7 +10,8 @@ from typing import Any
 
 from lra.benchmarks import Benchmark
 from lra.config import flatten
-from lra.leaderboard import AVERAGES, FAIL, TASKS, TITLES, Published, Row, percent
+from lra.leaderboard import AVERAGES, FAIL, TASKS, TITLES, Published, Row
+from lra.progress import percent
 from lra.statistics import mean_std
 from lra.tables import (
     GENERATED,

@@ -43,7 +43,7 @@ class Progress:
         """One line per evaluation."""
         self.say(
             f"step {row['step']:>6}  train loss {row['train_loss']:.4f}  "
-            f"val loss {row['val_loss']:.4f}  val accuracy {100 * row['val_accuracy']:.2f} %"
+            f"val loss {row['val_loss']:.4f}  val accuracy {percent(100 * row['val_accuracy'])} %"
             + ("  best" if best else "")
         )
 
@@ -89,6 +89,11 @@ class Progress:
                 + "  ".join(f"{k} {v}" for k, v in shown.items())
                 + f"  {duration(left)} left"
             )
+
+
+def percent(value: float | None) -> str:
+    """Two decimals, or nothing. A half goes up, also where binary numbers fall just short of it."""
+    return "" if value is None else f"{value + 1e-9:.2f}"
 
 
 def duration(seconds: float) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lra.files import write_atomically
+from lra.progress import percent
 
 STATUS_COLUMNS = ("job", "status", "test %", "run")
 
@@ -49,7 +50,7 @@ def summary(found: list[Outcome], num_jobs: int) -> str:
     """One line a job and a count, for the end of a sweep."""
     lines = [STATUS_COLUMNS]
     for o in found:
-        accuracy = "" if o.accuracy is None else f"{100 * o.accuracy:.2f}"
+        accuracy = "" if o.accuracy is None else percent(100 * o.accuracy)
         note = f"{o.run_id}{': ' if o.run_id and o.message else ''}{o.message}"
         lines.append((str(o.number), o.status, accuracy, note))
     widths = [max(len(line[i]) for line in lines) for i in range(3)]

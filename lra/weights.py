@@ -8,7 +8,7 @@ from typing import Any
 
 from lra.build import make_model, make_task
 from lra.config import RunConfig, TrainConfig, fill
-from lra.progress import Progress
+from lra.progress import Progress, percent
 from lra.task import prepare
 
 
@@ -60,7 +60,7 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
         size = config.hardware.micro_batch_size or config.train.batch_size
         metrics = evaluate(model, getattr(data, name), hardware, batch_size=size)
         progress.say(
-            f"{name:<5} accuracy {100 * metrics.accuracy:.2f} %  loss {metrics.loss:.4f}  "
+            f"{name:<5} accuracy {percent(100 * metrics.accuracy)} %  loss {metrics.loss:.4f}  "
             f"{metrics.num_examples:,} examples"
         )
 

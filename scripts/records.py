@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.config import flatten  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
-from lra.leaderboard import finished, percent  # noqa: E402
+from lra.leaderboard import finished  # noqa: E402
+from lra.progress import percent  # noqa: E402
 from lra.records import Record, load, load_all, problems  # noqa: E402
 
 

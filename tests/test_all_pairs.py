@@ -3,6 +3,7 @@ on the synthetic stand-ins."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from omegaconf import OmegaConf
 
 from lra.cli import CONFIGS, compose_config, typed
 from lra.job import Reference, run_job
+from lra.leaderboard import TITLES
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TASKS = ["listops", "text", "retrieval", "image", "pathfinder", "pathx"]
@@ -31,8 +33,15 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("source", ["files", "synthetic"])
 def test_a_step_and_an_evaluation(
-    source: str, task: str, model: str, cache: Path, tmp_path: Path
+    source: str,
+    task: str,
+    model: str,
+    cache: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("asks the network"))
     if source == "files" and not DATA.is_dir():
         pytest.skip("no folder of small real data beside the repository")
     sizes = ["task.num_train=8", "task.num_val=4", "task.num_test=4"] * (source == "synthetic")
@@ -51,3 +60,5 @@ def test_a_step_and_an_evaluation(
     assert record.result.test.num_examples == 2 and record.result.step == 1
     assert record.protocol.data == ("partial" if source == "files" else "synthetic")
     assert record.curve[0]["train_loss"] > 0
+    _, title, table = capsys.readouterr().out.rpartition(f"\n{TITLES[task]}\n")
+    assert title and f"> {model} " in table

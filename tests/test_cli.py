@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from lra import checkpoint, records
 from lra.cli import compose_config, typed
+from lra.progress import percent
 
 ROOT = Path(__file__).resolve().parent.parent
 # The synthetic stand-in, cut so short that a run takes a second or two.
@@ -56,15 +58,21 @@ def timeless(record: records.Record) -> dict[str, object]:
     "argument, expected",
     [
         ("train.step=5", ["train.step=5", "unknown key", "did you mean"]),
-        ("+train.step=5", ["train.step=5", "unknown key", "did you mean"]),
+        ("+train.step=5", ["train.step=5", "unknown key", "did you mean", "num_steps"]),
+        ("+hydra.job.nmae=x", ["+hydra.job.nmae=x: unknown key", "did you mean 'name'"]),
+        ("hydra.swep.dir=x", ["hydra.swep.dir=x: unknown key", "did you mean 'sweep'"]),
         ("train.num_stesp=5", ["did you mean 'num_steps'"]),
         ("modle=luna", ["modle=luna", "did you mean 'model'"]),
-        ("task=lisops", ["task=lisops", "did you mean 'listops'"]),
+        (
+            "task=lisops",
+            ["did you mean 'listops'? known: image, listops, pathfinder, pathx, retrieval, text"],
+        ),
         ("model=lunna", ["model=lunna", "did you mean 'luna'", "softmax"]),
         ("model.projection_lenght=4", ["did you mean 'projection_length'"]),
         ("+model.projection_lenght=4", ["did you mean 'projection_length'"]),
         ("+task.colour=red", ["task.colour='red'", "unknown key"]),
         ("seed=abc", ["seed='abc'", "an integer"]),
+        ("seed=01", ["seed='01'", "an integer"]),
         ("seed=-1", ["seed=-1", "expected 0"]),
         ("train.num_steps=0", ["train.num_steps=0", "at least 1"]),
         ("train.lr=fast", ["train.lr='fast'", "a number"]),
@@ -130,6 +138,28 @@ def test_a_run_leaves_a_record_and_a_second_start_does_nothing(tmp_path: Path) -
         p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"
     }
     assert before == after
+
+
+def test_the_commands_of_the_quick_start_end_in_a_record_and_a_table(tmp_path: Path) -> None:
+    """What `make run` calls, on fewer and shorter examples."""
+    target = (ROOT / "Makefile").read_text().partition("\nrun: ")[2].partition("\n\n")[0]
+    train, tables = [shlex.split(line)[1:] for line in target.splitlines()[1:]]
+    assert train[0] == "run.py" and "experiment=quickstart" in train
+    small = [w for w in TINY if w.split("=")[0] not in ("experiment", "task")]
+    code, out, err = call(tmp_path, *train[1:], *small)
+    assert code == 0, err
+    (path,) = (tmp_path / "results/runs/listops/luna").glob("*.json")
+    result = records.load(path).result
+    assert result is not None and result.test.num_examples == 32 and result.step in (4, 8)
+    accuracy = 100 * result.test.accuracy
+    assert 0 <= accuracy <= 100 and f"{percent(accuracy)} %" in out
+    done = subprocess.run(
+        [sys.executable, str(ROOT / tables[0]), *tables[1:], "--results", "results",
+         "--no-figures"], cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "results/leaderboard.md").read_text()
+    assert f"test {percent(accuracy)} at step {result.step}" in table
 
 
 def test_without_a_terminal_there_are_plain_lines_and_no_bar(tmp_path: Path) -> None:
@@ -201,11 +231,30 @@ def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
     assert code == 2 and "another process is working on this very run" in err
 
 
-def test_relative_paths_are_taken_from_where_the_command_was_started(tmp_path: Path) -> None:
-    assert call(tmp_path, "-m", *TINY, "paths.cache=mine/cache", "seed=0,1")[0] == 0
+@pytest.mark.parametrize("moves", ["false", "true"])
+def test_relative_paths_are_taken_from_where_the_command_was_started(
+    tmp_path: Path, moves: str
+) -> None:
+    """A single run and a sweep find the same files, also if Hydra is told to change folders."""
+    rows = ["[MAX 2 9 ]\t9", "[MIN 4 7 ]\t4", "[SM 8 5 ]\t3"] * 3
+    (tmp_path / "d/listops").mkdir(parents=True)
+    for split in ("train", "val", "test"):
+        (tmp_path / f"d/listops/basic_{split}.tsv").write_text(
+            "\n".join(["Source\tTarget", *rows]) + "\n"
+        )
+    own = [w for w in TINY if not w.startswith("task.")] + ["task.max_length=64"]
+    words = [*own, "paths.data=./d", "paths.cache=mine/cache", "task.source=files",
+             f"hydra.job.chdir={moves}", "hydra.run.dir=elsewhere"]  # fmt: skip
+    code, _, err = call(tmp_path, *words, "seed=0")
+    assert code == 0, err
+    code, out, err = call(tmp_path, "-m", *words, "seed=1,2")
+    assert code == 0 and "2 jobs: " in out, err
+    assert len(list(tmp_path.rglob("meta.json"))) == 1  # one cache, so the same data
     assert list(tmp_path.glob("mine/cache/listops-*/meta.json"))
-    assert len(list(tmp_path.glob("outputs/listops-luna-seed*"))) == 2
-    assert len(list(tmp_path.glob("outputs/results/runs/listops/luna/*.json"))) == 2
+    found = [p.parent.name.split("-")[2] for p in tmp_path.rglob("status.json")]
+    assert sorted(found) == ["seed0", "seed1", "seed2"]
+    assert len(list(tmp_path.glob("outputs/listops-luna-seed*"))) == 3
+    assert len(list(tmp_path.glob("outputs/results/runs/listops/luna/*.json"))) == 3
 
 
 @pytest.mark.parametrize("recipe", sorted(p.stem for p in (ROOT / "configs/recipe").glob("*.yaml")))

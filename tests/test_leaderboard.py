@@ -27,9 +27,9 @@ from lra.leaderboard import (
     build,
     load_published,
     make_rows,
-    percent,
     task_table,
 )
+from lra.progress import percent
 from lra.records import Protocol, Record, load_all
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 

@@ -21,7 +21,9 @@ import pytest
 
 from lra.cli import compose_config, typed
 from lra.config import LoggerConfig, config_hash
+from lra.job import EXIT_CODES
 from lra.logger import Logger, check_installed, make_logger, records
+from tests.test_sweep import BAD, GOOD, found, sweep
 
 ROOT = Path(__file__).resolve().parent.parent
 KEY = "0123456789" * 4  # wandb wants 40 characters
@@ -520,6 +522,48 @@ def test_offline_parts_are_uploaded_as_one_run(service: Service, tmp_path: Path)
     assert service.history == []
     sync(tmp_path / "wandb")
     assert each_step_once(service.curve()) and json.loads(service.files["record.json"]) == RECORD
+
+
+@pytest.mark.parametrize(
+    "network", ["offline", pytest.param("unreachable", marks=pytest.mark.slow)]
+)
+def test_each_job_of_a_sweep_is_a_run_with_its_whole_curve_also_without_network(
+    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: str
+) -> None:
+    """Two jobs in one process of run.py, the first of which fails; wandb reads its files back."""
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    mode = ["logger.mode=offline"] if network == "offline" else []
+    words = [*BAD, "logger=wandb", "logger.timeout_s=3", *mode, "seed=1,0"]
+    code, out, err = sweep(tmp_path, *words, timeout=120)
+    assert code == 1 and "RuntimeError: injected" in out, err
+    assert out.count("warning: wandb: ") == out.count("the run is kept offline") == 2 * (not mode)
+    by_seed = found(tmp_path, "trouble")
+    assert by_seed[1].status == "failed" and by_seed[0].status in GOOD
+    server = Service()
+    monkeypatch.setenv("WANDB_BASE_URL", server.url)
+    try:
+        for seed, record in by_seed.items():
+            assert (record.speed["wall_time_s"] or 0) < 20  # waits have an end
+            run_dir = tmp_path / "outputs" / record.run_id
+            assert f"wandb sync {Path('outputs') / record.run_id / 'wandb'}" in out
+            # A start that did not reach the service leaves a folder too, without a curve.
+            (log,) = [log for log in logs(run_dir, record.run_id) if "offline-run-" in str(log)]
+            config = {c.key: json.loads(c.value_json) for c in run_record(log).config.update}
+            assert (run_record(log).run_id, config["seed"]) == (record.run_id, seed)
+            (code,) = [r.exit.exit_code for r in records(log) if r.HasField("exit")]
+            assert code == EXIT_CODES[record.status]
+            path = run_dir / "metrics.jsonl"
+            written = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+            wanted = [(row["step"], row["loss"]) for row in written if row["split"] == "train"]
+            ours = [(step, v["train/loss"]) for step, v in curve(run_dir, record.run_id)]
+            server.history, server.created = [], {}
+            sync(run_dir / "wandb")
+            theirs = [(step, row["train/loss"]) for step, row in server.curve()]
+            assert ours == theirs == wanted and len(wanted) == (8 if seed == 0 else 0)
+            assert server.created["name"] == record.run_id
+            assert json.loads(server.files["record.json"]) == json.loads(record.to_json())
+    finally:
+        server.stop()
 
 
 def test_a_run_begun_offline_is_whole_online(service: Service, tmp_path: Path) -> None:

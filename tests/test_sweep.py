@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,15 +13,20 @@ from pathlib import Path
 import pytest
 
 from lra import records
+from lra.leaderboard import make_rows
 from lra.sweep import Outcome, has_failed, note, outcomes, summary
 from tests.test_cli import ROOT, TINY, start
 
-# Fails, diverges or runs out of memory, by seed; keyed on the process's own seeding.
+# Ends in every way there is, by seed; keyed on the process's own seeding.
 TROUBLE = """
-import os, signal, torch
+import os, pathlib, signal, torch
 from models.softmax import SoftmaxAttention
 
 class Trouble(SoftmaxAttention):
+    def __init__(self, shape, *, causal=False):
+        super().__init__(shape, causal=causal)
+        assert torch.initial_seed() != 5  # before there is a record, and without a message
+
     def forward(self, x_BLD, mask_BL):
         y_BLD = super().forward(x_BLD, mask_BL)
         if self.training:
@@ -30,6 +37,10 @@ class Trouble(SoftmaxAttention):
                 return y_BLD * float("nan")
             if seed == 3:
                 raise torch.OutOfMemoryError("injected")
+            number = {6: signal.SIGTERM, 7: signal.SIGUSR2}.get(seed)
+            if number and not pathlib.Path(f"sent{seed}").exists():
+                pathlib.Path(f"sent{seed}").touch()
+                os.kill(os.getpid(), number)
         return y_BLD
 """
 
@@ -49,6 +60,7 @@ def found(folder: Path, model: str) -> dict[int, records.Record]:
     return {r.seed: r for r in map(records.load, paths)}
 
 
+GOOD = ("completed", "at_chance")
 BAD = ["model=softmax", "model._target_=trouble.Trouble"]
 
 
@@ -56,14 +68,60 @@ def test_failures_are_recorded_at_once_and_the_others_go_on(tmp_path: Path) -> N
     code, out, _ = sweep(tmp_path, *BAD, "seed=0,1,2,3,4")
     assert code == 4  # the worst of the jobs' own codes
     by_seed = found(tmp_path, "trouble")
-    good = ("completed", "at_chance")
-    assert by_seed[0].status in good and by_seed[4].status in good
+    assert set(by_seed) == {0, 1, 2, 3, 4}
+    assert by_seed[0].status in GOOD and by_seed[4].status in GOOD
     assert [by_seed[s].status for s in (1, 2, 3)] == ["failed", "diverged", "out_of_memory"]
-    folder = tmp_path / "outputs" / by_seed[1].run_id
-    assert "RuntimeError: injected" in (folder / "traceback.txt").read_text()
-    tail = out.strip().splitlines()[-6:]
-    assert [line.split()[0] for line in tail[:-1]] == ["0", "1", "2", "3", "4"]
-    assert tail[-1].startswith("5 jobs: ") and "1 failed" in tail[-1] and "1 diverged" in tail[-1]
+    last: dict[int, str] = {}  # line of the trace, where the code failed
+    for seed, record in by_seed.items():
+        folder = tmp_path / "outputs" / record.run_id
+        assert json.loads((folder / "status.json").read_text())["status"] == record.status
+        if (folder / "traceback.txt").exists():
+            last[seed] = (folder / "traceback.txt").read_text().splitlines()[-1]
+        assert (record.result is None) == (seed in (1, 2, 3))
+    assert last.keys() == {1, 3} and last[1] == "RuntimeError: injected"
+    assert "OutOfMemoryError: injected" in last[3]
+    assert (
+        "micro-batch is now 1" in (tmp_path / "outputs" / by_seed[3].run_id / "run.log").read_text()
+    )
+    assert "step 1: the loss is nan" in by_seed[2].message
+    *lines, count = out.strip().splitlines()[-6:]
+    for seed, line in enumerate(lines):
+        record = by_seed[seed]
+        assert line.split()[:2] == [str(seed), record.status]
+        assert record.run_id in line and line.endswith(record.message)
+    assert count.startswith("5 jobs: ")
+    for part in ("1 failed", "1 diverged", "1 out_of_memory"):
+        assert part in count
+
+
+def test_an_error_before_the_run_and_without_a_message_is_one_of_the_outcomes(
+    tmp_path: Path,
+) -> None:
+    code, out, err = sweep(tmp_path, *BAD, "seed=5,0")
+    assert code == 1 and "AssertionError" in err
+    assert set(found(tmp_path, "trouble")) == {0}
+    first, _, count = out.strip().splitlines()[-3:]
+    assert first.split() == ["0", "failed", "AssertionError"] and "1 failed" in count
+
+
+def test_a_signal_to_the_whole_sweep_ends_it_with_a_summary_and_it_goes_on_later(
+    tmp_path: Path,
+) -> None:
+    code, out, _ = sweep(tmp_path, *BAD, "seed=0,6,4")
+    by_seed = found(tmp_path, "trouble")
+    assert code == 75 and set(by_seed) == {0, 6}
+    assert by_seed[6].status == "interrupted" and "SIGTERM at step 1" in by_seed[6].message
+    folder = tmp_path / "outputs" / by_seed[6].run_id
+    assert json.loads((folder / "status.json").read_text())["status"] == "interrupted"
+    assert not (folder / "traceback.txt").exists()
+    *_, last, count = out.strip().splitlines()
+    assert last.split()[:2] == ["1", "interrupted"] and by_seed[6].run_id in last
+    assert count.startswith("2 jobs: ") and "1 interrupted" in count
+    code, out, _ = sweep(tmp_path, *BAD, "seed=0,6,4")
+    assert code == 0 and "resuming at step 1" in out and out.count("nothing to do") == 1
+    assert {s: r.status in GOOD for s, r in found(tmp_path, "trouble").items()} == {
+        0: True, 6: True, 4: True,
+    }  # fmt: skip
 
 
 def test_fail_fast_starts_no_further_job(tmp_path: Path) -> None:
@@ -81,25 +139,37 @@ def test_a_refused_job_does_not_stop_the_sweep(tmp_path: Path) -> None:
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
-    assert sweep(tmp_path / "whole", "seed=0,1,2")[0] == 0
-    arguments = ["-m", *TINY, "seed=0,1,2"]
-    process = start(tmp_path / "cut", *arguments)
+    arguments = ["train.num_steps=24", "train.eval_every=8", "seed=0,1,2"]
+    assert sweep(tmp_path / "whole", *arguments)[0] == 0
+    process = start(tmp_path / "cut", "-m", *TINY, *arguments)
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and not list(
-        (tmp_path / "cut").glob("outputs/*seed1*/metrics.jsonl")
+        (tmp_path / "cut").glob("outputs/*seed1*/checkpoints/step-*.pt")
     ):
         time.sleep(0.005)
     process.kill()
     process.communicate()
     (first,) = (tmp_path / "cut").glob("outputs/results/runs/listops/luna/*seed0*.json")
     written = first.stat().st_mtime_ns
-    code, out, _ = sweep(tmp_path / "cut", "seed=0,1,2")
-    assert code == 0 and "seed0" in out and "nothing to do" in out
+    code, out, _ = sweep(tmp_path / "cut", *arguments)
+    assert code == 0 and out.count("nothing to do") == 1 and out.count("resuming at step") == 1
+    assert re.search("seed0-[0-9a-f]+ is finished .*nothing to do", out)
     assert first.stat().st_mtime_ns == written
     whole, cut = found(tmp_path / "whole", "luna"), found(tmp_path / "cut", "luna")
     assert set(cut) == {0, 1, 2}
     for seed, record in whole.items():
         assert record.result == cut[seed].result and record.curve == cut[seed].curve
+    # Repeats differ in their seed alone, so they share one cell of a table.
+    (row,) = make_rows(cut.values())
+    assert len(row.cells["listops"].runs) == 3
+
+
+def test_a_sweep_over_lists_runs_each_list(tmp_path: Path) -> None:
+    code, out, err = sweep(tmp_path, "shape.head_hidden=[8],[4,4]")
+    assert code == 0, err
+    paths = (tmp_path / "outputs/results/runs/listops/luna").glob("*.json")
+    heads = [records.load(path).config["shape"]["head_hidden"] for path in paths]
+    assert sorted(heads) == [[4, 4], [8]] and "2 jobs: " in out
 
 
 def test_long_and_odd_overrides_give_short_safe_folder_names(tmp_path: Path) -> None:
@@ -112,26 +182,48 @@ def test_long_and_odd_overrides_give_short_safe_folder_names(tmp_path: Path) -> 
     assert len(folder.name) < 100 and folder.name.replace("-", "").isalnum()
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_parallel_launchers(tmp_path: Path, launcher: str) -> None:
-    pytest.importorskip(f"hydra_plugins.hydra_{launcher.split('_')[0]}_launcher")
-    extra = (
-        ["hydra.launcher.n_jobs=2"] if launcher == "joblib" else ["hydra.launcher.timeout_min=5"]
-    )
-    code, out, err = sweep(tmp_path, *BAD, f"hydra/launcher={launcher}", *extra, "seed=0,1,4")
+def test_jobs_side_by_side(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    code, out, err = sweep(tmp_path, *BAD, *launcher, "seed=0,1,4")
     assert code == 1, err
     by_seed = found(tmp_path, "trouble")
     assert {s: r.status == "failed" for s, r in by_seed.items()} == {0: False, 1: True, 4: False}
     assert "3 jobs: " in out and "1 failed" in out
-    if launcher == "joblib":
-        assert by_seed[0].hardware["num_threads"] == 1  # TINY asks for it
+    assert by_seed[0].hardware["num_threads"] == 1  # TINY asks for it
+
+
+def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_path: Path) -> None:
+    """With submitit, which also runs Slurm's jobs; its local executor puts back for real."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
+    code, out, err = sweep(tmp_path, *BAD, *launcher, "seed=1,6,7")
+    by_seed = found(tmp_path, "trouble")
+    assert code == 75, err  # of the job that SIGTERM ended for good
+    assert [by_seed[s].status for s in (1, 6)] == ["failed", "interrupted"]
+    assert by_seed[7].status in GOOD and "SIGTERM at step 1" in by_seed[6].message
+    assert [point["step"] for point in by_seed[7].curve] == [4, 8]
+    log = (tmp_path / "outputs" / by_seed[7].run_id / "run.log").read_text()
+    before, resumed, _ = log.partition("resuming at step 1\n")
+    assert resumed and "interrupted: stopped by SIGUSR2 at step 1" in before
+    assert before.count(f"{by_seed[7].run_id}.json") == 1  # its record was written
+    (submitit,) = [
+        text
+        for path in tmp_path.glob("outputs/.sweeps/*/.submitit/*/*_log.out")
+        if "Requeued job" in (text := path.read_text())
+    ]
+    assert by_seed[7].run_id in submitit
+    *lines, count = out.strip().splitlines()[-4:]
+    assert [line.split()[1] for line in lines] == ["failed", "interrupted", by_seed[7].status]
+    assert count.startswith("3 jobs: ")
 
 
 def test_outcomes_in_a_folder(tmp_path: Path) -> None:
     note(tmp_path, Outcome(10, "completed", 0, "run-b", 0.5))
-    note(tmp_path, Outcome(2, "completed", 0, "run-a", 0.25))
+    note(tmp_path, Outcome(2, "completed", 0, "run-a", 1 / 32))
     assert [o.number for o in outcomes(tmp_path)] == [2, 10] and not has_failed(tmp_path)
     note(tmp_path, Outcome(3, "failed", 1, message="why"))
     assert has_failed(tmp_path)
     text = summary(outcomes(tmp_path), 4)
-    assert "50.00" in text and "why" in text and "1 without an outcome" in text
+    assert "50.00" in text and "3.13" in text  # as tables print 3.125
+    assert "why" in text and "1 without an outcome" in text
