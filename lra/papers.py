@@ -10,7 +10,16 @@ from typing import Any
 
 from lra.benchmarks import Benchmark
 from lra.config import flatten
-from lra.leaderboard import AVERAGES, FAIL, TASKS, TITLES, Published, Row, percent
+from lra.leaderboard import (
+    AVERAGES,
+    FAIL,
+    TASKS,
+    Published,
+    Row,
+    percent,
+    task_title,
+    tasks_with_own,
+)
 from lra.statistics import mean_std
 from lra.tables import (
     GENERATED,
@@ -57,7 +66,13 @@ def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row
 
     Our rows of the same recipe that stand against none follow at the end.
     """
-    header = ["Model", "Variant", "Figures", *(TITLES[t] for t in paper.tasks), "Avg as printed"]
+    header = [
+        "Model",
+        "Variant",
+        "Figures",
+        *(task_title(t) for t in paper.tasks),
+        "Avg as printed",
+    ]
     header += ["Avg computed"]
     header += ["Avg w/o Retrieval as printed", "computed"] if paper.four_task_average else []
     lines, left = [], [row for row in rows if row.recipe == paper.recipe]
@@ -249,7 +264,7 @@ def runs_table(rows: Sequence[Row]) -> Table:
                 f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs
             }
             lines.append([
-                TITLES[task], row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
+                task_title(task), row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
                 _mean([r.speed.get("steps_per_s") for r in cell.runs]),
                 _mean([r.speed.get("tokens_per_s") for r in cell.runs]),
                 _mean([_mb(r.peak_memory_bytes) for r in cell.runs]),
@@ -272,7 +287,7 @@ def runs_table(rows: Sequence[Row]) -> Table:
         "Max. length",
         "Hardware",
     ]
-    order = {title: i for i, title in enumerate(TITLES.values())}
+    order = {task_title(task): i for i, task in enumerate(tasks_with_own(rows))}
     return Table(header, sorted(lines, key=lambda line: (order[line[0]], line[1:4])))
 
 

@@ -250,6 +250,25 @@ def test_a_half_rounds_up() -> None:
     assert [percent(v) for v in (2.675, 49.985, 71.3949, None)] == ["2.68", "49.99", "71.39", ""]
 
 
+def test_a_task_of_ones_own_has_a_column_after_the_six() -> None:
+    six = [make_record(task) for task in TASKS]
+    before = build(six)
+    board = build([*six, make_record("digitsum", accuracy=0.875)])
+    header, cells = markdown_rows(tables.results_section(board))[:2]
+    assert header[2:9] == ["ListOps", "Text", "Retrieval", "Image", "Pathfinder", "Path-X",
+                           "digitsum"]  # fmt: skip
+    assert cells[8] == "87.50 (1)"
+    averages = [board.rows[0].average(kind) for kind in ("five", "six")]
+    assert averages == [before.rows[0].average(kind) for kind in ("five", "six")]
+    lines = list(csv.DictReader(io.StringIO(tables.csv_text(board))))
+    assert lines[0]["digitsum_percent"] == "87.5"
+    assert any(line[0] == "digitsum" for line in papers.runs_table(board.rows).rows)
+    only = build([*six, make_record("digitsum")], options=Options(tasks=("digitsum",)))
+    assert [list(r.cells) for r in only.rows] == [["digitsum"]]
+    unfinished = build([*six, make_record("digitsum", status="failed")])
+    assert "digitsum" not in unfinished.options.tasks
+
+
 def test_min_seeds_recipe_and_task_options() -> None:
     records = list(sixty_records().values())
     board = build(records, options=Options(min_seeds=3))
@@ -348,7 +367,7 @@ def test_paper_tables_cell_for_cell(paper: papers.Paper) -> None:
     text = papers.paper_markdown(paper, load_published(), [])
     header, *lines = markdown_rows(text)
     cells = {(line[0], line[1]): dict(zip(header, line, strict=True)) for line in lines}
-    titles = {**{t: tables.TITLES[t] for t in paper.tasks}, "avg": "Avg as printed"}
+    titles = {**{t: tables.task_title(t) for t in paper.tasks}, "avg": "Avg as printed"}
     for r in rows:
         title = titles[r["task"]]
         if "WITHOUT Retrieval" in r["setting"]:
