@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm
 
-.PHONY: help setup run test test-slow lint data sweep tables bench
+.PHONY: help setup run test test-slow lint data sweep tables tables-check bench
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ data: setup  ## fetch the public sources and build the caches of all tasks
 
 tables: setup  ## records -> leaderboard, paper tables, figures, report page
 	$(BIN)/python scripts/make_tables.py
+
+tables-check: setup  ## fail if a table, figure or page is not what the records say
+	$(BIN)/python scripts/make_tables.py --check
 
 sweep: setup  ## all models on ListOps, three seeds; goes on where it was stopped
 	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=listops seed=0,1,2
