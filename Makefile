@@ -8,7 +8,7 @@ EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.installed  ## make .venv and install everything into it
 
