@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm
+EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,bench
 
-.PHONY: help setup run test test-slow lint data sweep tables tables-check bench
+.PHONY: help setup run test test-slow lint data sweep tables tables-check bench bench-check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,5 +46,8 @@ tables-check: setup  ## fail if a table, figure or page is not what the records 
 sweep: setup  ## all models on ListOps, three seeds; goes on where it was stopped
 	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=listops seed=0,1,2
 
-bench:  ## speed and memory by length, all models (not there yet)
-	@echo "make bench: not there yet" >&2; exit 1
+bench: setup  ## speed and memory by length, all models, into results/benchmarks/
+	$(BIN)/python scripts/benchmark.py
+
+bench-check: setup  ## fail if a model has lost speed against others of the same call
+	$(BIN)/python scripts/benchmark.py --check

@@ -414,11 +414,11 @@ def test_efficiency_tables_say_device_and_leave_uncounted_memory_empty(tmp_path:
     benchmarks, warnings = load_benchmarks(tmp_path)
     assert warnings == [] and [b.name for b in benchmarks] == ["cpu", "gpu"]
     titles = [title for b in benchmarks for title, _ in papers.benchmark_tables(b)]
-    assert len(titles) == 2 + 4 and all("Some Device, float32, batch 8" in t for t in titles)
+    assert len(titles) == 4 + 6 and all("Some Device, float32, batch 8" in t for t in titles)
     speed = papers.benchmark_tables(benchmarks[1])[0][1].rows
     assert speed == [
-        ["luna", "10 (1.00)", "5 (2.00)", "2.5 (4.00)", "1.25"],
-        ["softmax", "10 (1.00)", "2.5 (1.00)", "0.625 (1.00)", "out of memory"],
+        ["luna", "10 (1.00)", "5 (2.00)", "2.5 (4.00)", "1.25", "1.00"],
+        ["softmax", "10 (1.00)", "2.5 (1.00)", "0.625 (1.00)", "out of memory", "2.00"],
     ]
     run = papers.runs_table(build([make_record()]).rows)
     line = dict(zip(run.header, run.rows[0], strict=True))
