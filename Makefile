@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm
+EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,bench
 
-.PHONY: help setup run test test-slow lint data sweep tables bench
+.PHONY: help setup run test test-slow lint data sweep tables tables-check bench bench-check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(VENV)/.installed  ## make .venv and install everything into it
 
@@ -40,8 +40,14 @@ data: setup  ## fetch the public sources and build the caches of all tasks
 tables: setup  ## records -> leaderboard, paper tables, figures, report page
 	$(BIN)/python scripts/make_tables.py
 
+tables-check: setup  ## fail if a table, figure or page is not what the records say
+	$(BIN)/python scripts/make_tables.py --check
+
 sweep: setup  ## all models on ListOps, three seeds; goes on where it was stopped
 	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=listops seed=0,1,2
 
-bench:  ## speed and memory by length, all models (not there yet)
-	@echo "make bench: not there yet" >&2; exit 1
+bench: setup  ## speed and memory by length, all models, into results/benchmarks/
+	$(BIN)/python scripts/benchmark.py
+
+bench-check: setup  ## fail if a model has lost speed against others of the same call
+	$(BIN)/python scripts/benchmark.py --check

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lra.benchmarks import Benchmark, slope
-from lra.leaderboard import TASKS, TITLES, Cell, Row
+from lra.leaderboard import Cell, Row, task_title, tasks_with_own
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,8 +57,11 @@ def model_styles(models: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
     """One panel a task; bubble area is peak memory, hollow where memory was not counted."""
-    figure, panels = _panels("Test accuracy against training speed (bubble area: peak memory)")
-    for task, axes in zip(TASKS, panels, strict=True):
+    tasks = tasks_with_own(rows)
+    figure, panels = _panels(
+        "Test accuracy against training speed (bubble area: peak memory)", -(-len(tasks) // 3)
+    )
+    for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
         largest, devices = max(memory, default=0), set()
@@ -106,14 +109,17 @@ def _chosen(rows: Sequence[Row], task: str) -> list[tuple[Row, Cell]]:
 
 def _heading(rows: Sequence[Row], task: str) -> str:
     count = sum(task in row.cells for row in rows)
-    return TITLES[task] + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
+    return task_title(task) + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
 
 
 def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
     """One panel a task: mean validation accuracy by step, the band spans the seeds."""
     several = len({row.recipe for row in rows}) > 1
-    figure, panels = _panels("Validation accuracy while training (line: mean, band: all seeds)")
-    for task, axes in zip(TASKS, panels, strict=True):
+    tasks = tasks_with_own(rows)
+    figure, panels = _panels(
+        "Validation accuracy while training (line: mean, band: all seeds)", -(-len(tasks) // 3)
+    )
+    for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
         seen: dict[str, int] = {}
         for row, cell in cells:
@@ -193,6 +199,12 @@ def _panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Figure
     for axes in panels:
         axes.grid(True, which="major", linewidth=0.4, alpha=0.5)
     return figure, panels
+
+
+def _by_task(tasks: Sequence[str], panels: Sequence[Axes]) -> Iterable[tuple[str, Axes]]:
+    for axes in panels[len(tasks) :]:
+        axes.set_visible(False)
+    return zip(tasks, panels, strict=False)
 
 
 def _plain_log(axis: Axis) -> None:

@@ -10,7 +10,7 @@ import csv
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -52,12 +52,17 @@ LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
 }
 
 
+def task_title(task: str) -> str:
+    """How a task is called in tables; one of your own keeps its name."""
+    return TITLES.get(task, task)
+
+
 @dataclass(frozen=True)
 class Options:
     """What the tables show."""
 
     recipe: str | None = None
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = ()  # none named: the benchmark's six, then others with a result
     average: str = "both"  # five | six | both
     min_seeds: int = 1
     include_reduced: bool = False
@@ -70,8 +75,9 @@ class Options:
     @property
     def averages(self) -> list[str]:
         """The means asked for whose tasks are all shown."""
+        shown = set(self.tasks or TASKS)
         return [a for a, tasks in AVERAGES.items()
-                if self.average in (a, "both") and set(tasks) <= set(self.tasks)]  # fmt: skip
+                if self.average in (a, "both") and set(tasks) <= shown]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,8 @@ def build(
     options = options or Options()
     entering, left_out, notes, rows = [], [], [], []
     for record in records:
-        if record.task in options.tasks and options.recipe in (None, record.recipe):
+        wanted = not options.tasks or record.task in options.tasks
+        if wanted and options.recipe in (None, record.recipe):
             why = why_left_out(record, options.include_reduced)
             if why:
                 left_out.append((why, record))
@@ -243,9 +250,15 @@ def build(
         if cells:
             rows.append(Row(row.model, row.recipe, row.variant, cells))
     rows.sort(key=_rank)
+    options = replace(options, tasks=options.tasks or tasks_with_own(rows))
     order = list(LEFT_OUT)
     left_out.sort(key=lambda item: (order.index(item[0]), _natural(item[1])))
     return Board(options, rows, list(published) if options.published else [], left_out, notes)
+
+
+def tasks_with_own(rows: Iterable[Row]) -> tuple[str, ...]:
+    """The benchmark's six, then any others that have a result."""
+    return *TASKS, *sorted({task for row in rows for task in row.cells} - set(TASKS))
 
 
 def why_left_out(record: Record, include_reduced: bool = False) -> str | None:
@@ -407,7 +420,7 @@ def task_table(
     ]
     lines = [(a, b[:24], c[:48], d, e) for a, b, c, d, e in lines]
     width = [max(len(line[i]) for line in lines) for i in range(4)]
-    return f"{TITLES.get(task, task)}\n" + "\n".join(
+    return f"{task_title(task)}\n" + "\n".join(
         f"{a.ljust(width[0])} {b.ljust(width[1])}  {c.ljust(width[2])}  {d.rjust(width[3])}  {e}"
         for a, b, c, d, e in lines
     )

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lra.benchmarks import Benchmark
+from lra.benchmarks import BASELINE, Benchmark, BenchmarkCell, slope
 from lra.config import flatten
-from lra.leaderboard import AVERAGES, FAIL, TASKS, TITLES, Published, Row
+from lra.leaderboard import (
+    AVERAGES,
+    FAIL,
+    TASKS,
+    Published,
+    Row,
+    task_title,
+    tasks_with_own,
+)
 from lra.progress import percent
 from lra.statistics import mean_std
 from lra.tables import (
@@ -58,7 +67,13 @@ def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row
 
     Our rows of the same recipe that stand against none follow at the end.
     """
-    header = ["Model", "Variant", "Figures", *(TITLES[t] for t in paper.tasks), "Avg as printed"]
+    header = [
+        "Model",
+        "Variant",
+        "Figures",
+        *(task_title(t) for t in paper.tasks),
+        "Avg as printed",
+    ]
     header += ["Avg computed"]
     header += ["Avg w/o Retrieval as printed", "computed"] if paper.four_task_average else []
     lines, left = [], [row for row in rows if row.recipe == paper.recipe]
@@ -209,34 +224,129 @@ def published_efficiency_tables(rows: Sequence[Efficiency]) -> list[tuple[str, T
 
 
 def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
-    """Speed, and memory where it was counted, by length; in brackets against softmax."""
+    """Speed, and memory where it was counted, by length; in brackets against softmax.
+
+    The last column is the growth exponent of a step's time, or of memory.
+    """
+    repeats = f", spread over {benchmark.repeats} rounds" if (benchmark.repeats or 1) > 1 else ""
+    quantities: tuple[tuple[str, Callable[[BenchmarkCell], float | None], bool, int], ...] = (
+        (f"steps per second (times softmax{repeats})", lambda c: c.steps_per_s, True, -1),
+        ("tokens per second", lambda c: c.tokens_per_s, False, 0),
+        ("peak memory, MB (share of softmax)", lambda c: _mb(c.peak_memory_bytes), True, 1),
+    )
     tables = []
     for mode in ("train", "inference"):
         cells = {(c.model, c.length): c for c in benchmark.cells if c.mode == mode}
         models, lengths = sorted({m for m, _ in cells}), sorted({n for _, n in cells})
-        for title, read in (
-            ("steps per second (times softmax)", lambda c: c.steps_per_s),
-            ("peak memory, MB (share of softmax)", lambda c: _mb(c.peak_memory_bytes)),
-        ):
+        for title, read, compared, power in quantities:
             if not any(read(c) for c in cells.values()):
                 continue
-            lines = []
+            lines, growth = [], []
             for model in models:
                 line = [model]
                 for length in lengths:
-                    cell, base = cells.get((model, length)), cells.get(("softmax", length))
+                    cell, base = cells.get((model, length)), cells.get((BASELINE, length))
                     value = read(cell) if cell else None
-                    softmax = read(base) if base else None
                     text = "-" if value is None else _figure(value)
                     if cell and cell.status != "ok":
                         text = cell.status.replace("_", " ")
-                    elif value and softmax:
-                        text += f" ({value / softmax:.2f})"
+                    elif cell and value and compared:
+                        text += _against(cell, value, read(base) if base else None, power)
                     line.append(text if cell else "")
                 lines.append(line)
+                growth.append(_growth(benchmark.series(model, mode), read, power))
             header = ["Model", *map(str, lengths)]
+            if any(growth):
+                header.append("Growth")
+                lines = [[*line, text] for line, text in zip(lines, growth, strict=True)]
             tables.append((f"{benchmark.title}: {mode}, {title}", Table(header, lines)))
     return tables
+
+
+def _against(cell: BenchmarkCell, value: float, softmax: float | None, power: int) -> str:
+    """A figure's ratio to softmax's, in brackets; of speed as it was measured round by round."""
+    if power == -1 and cell.ratio_to_softmax is not None:
+        spread = "" if cell.ratio_spread is None else f", {100 * cell.ratio_spread:.0f} %"
+        return f" ({cell.ratio_to_softmax:.2f}{spread})"
+    return f" ({value / softmax:.2f})" if softmax else ""
+
+
+def _growth(
+    series: Sequence[BenchmarkCell], read: Callable[[BenchmarkCell], float | None], power: int
+) -> str:
+    """Exponent of the figure, or with power -1 of its inverse; empty with too few lengths."""
+    points = [(c.length, value) for c in series if (value := read(c))]
+    exponent = slope([n for n, _ in points], [v**power for _, v in points]) if power else None
+    return "" if exponent is None else f"{exponent:.2f}"
+
+
+TRAINING_RATIOS = {
+    "speedup": "training speed, times the softmax Transformer's",
+    "memory_ratio": "peak memory in training, share of the softmax Transformer's",
+}
+
+
+def beside_tables(
+    benchmarks: Sequence[Benchmark], published: Sequence[Efficiency]
+) -> list[tuple[str, Table]]:
+    """Published ratios in training with ours under them, at the lengths that sources print (1K ..).
+
+    A source that prints memory only in GB gets the share that follows from that.
+    """
+    rows = [r for r in published if re.fullmatch(r"\d+K", r.length)]
+    lengths = sorted({r.length for r in rows}, key=_tokens)
+    tables = []
+    for metric, title in TRAINING_RATIOS.items():
+        lines: dict[tuple[str, ...], dict[str, str]] = {}
+        for row in rows:
+            value = row.value if row.metric == metric else ""
+            if metric == "memory_ratio" and row.metric == "peak_memory_gb":
+                base = next((r for r in rows if r.model == "Transformer" and (
+                    r.metric, r.variant, r.length, r.source
+                ) == (row.metric, row.variant, row.length, row.source)), None)  # fmt: skip
+                value = f"{float(row.value) / float(base.value):.2f}" if base else ""
+            if value:
+                key = (row.model, row.variant, f"published, {row.source}")
+                lines.setdefault(key, {})[row.length] = value
+        ours = {}
+        for benchmark in benchmarks:
+            for model in sorted({c.model for c in benchmark.cells}):
+                line = _own_ratios(benchmark, model, metric, lengths)
+                if any(line.values()):
+                    ours[model, "", f"measured, {benchmark.title}"] = line
+        if lines and ours:
+            cells = [[*k[:2], *(line.get(n, "") for n in lengths), k[2]]
+                     for k, line in (lines | ours).items()]  # fmt: skip
+            header = ["Model", "Variant", *lengths, "Figures"]
+            tables.append((f"Published and measured: {title}", Table(header, cells)))
+    return tables
+
+
+def _own_ratios(
+    benchmark: Benchmark, model: str, metric: str, lengths: Sequence[str]
+) -> dict[str, str]:
+    """One measured line of `beside_tables`."""
+    cells = {c.length: c for c in benchmark.series(model, "train")}
+    bases = {c.length: c for c in benchmark.series(BASELINE, "train")}
+    line = {}
+    for name in lengths:
+        cell, base = cells.get(_tokens(name)), bases.get(_tokens(name))
+        ratio = None
+        if cell and base and metric == "speedup":
+            ratio = cell.ratio_to_softmax
+            if ratio is None and cell.steps_per_s and base.steps_per_s:
+                ratio = cell.steps_per_s / base.steps_per_s
+        elif cell and base and cell.peak_memory_bytes and base.peak_memory_bytes:
+            ratio = cell.peak_memory_bytes / base.peak_memory_bytes
+        line[name] = "" if ratio is None else f"{ratio:.2f}"
+        if cell and cell.status != "ok":
+            line[name] = cell.status.replace("_", " ")
+    return line
+
+
+def _tokens(length: str) -> int:
+    """4K is 4096."""
+    return 1024 * int(length.removesuffix("K"))
 
 
 def runs_table(rows: Sequence[Row]) -> Table:
@@ -250,7 +360,7 @@ def runs_table(rows: Sequence[Row]) -> Table:
                 f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs
             }
             lines.append([
-                TITLES[task], row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
+                task_title(task), row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
                 _mean([r.speed.get("steps_per_s") for r in cell.runs]),
                 _mean([r.speed.get("tokens_per_s") for r in cell.runs]),
                 _mean([_mb(r.peak_memory_bytes) for r in cell.runs]),
@@ -273,7 +383,7 @@ def runs_table(rows: Sequence[Row]) -> Table:
         "Max. length",
         "Hardware",
     ]
-    order = {title: i for i, title in enumerate(TITLES.values())}
+    order = {task_title(task): i for i, task in enumerate(tasks_with_own(rows))}
     return Table(header, sorted(lines, key=lambda line: (order[line[0]], line[1:4])))
 
 
@@ -283,6 +393,7 @@ def efficiency_tables(
     """Everything about speed and memory, each with its title."""
     runs = runs_table(rows)
     tables = [("Training runs of the leaderboard", runs)] if runs.rows else []
+    tables += beside_tables(benchmarks, published)
     tables += [table for b in benchmarks for table in benchmark_tables(b)]
     return tables + published_efficiency_tables(published)
 
@@ -293,7 +404,10 @@ def efficiency_markdown(
     """results/tables/efficiency.md."""
     legend = (
         "Numbers compare within one table and one device only. In a benchmark's table, batch and "
-        "precision are the same for all. `-`: not counted on that device.\n"
+        "precision are the same for all, ratios are taken inside each round, a spread is theirs: "
+        "(largest - smallest) / median. Growth: exponent of a step's time, or of memory, in the "
+        "length, over the longer half. Memory on a CPU is what the process grows by in a step, "
+        "without parameters and optimiser. `-`: not counted on that device.\n"
     )
     parts = ["# Speed and memory\n", GENERATED, legend]
     for title, table in tables:

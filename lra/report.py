@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import flatten
-from lra.leaderboard import LEFT_OUT, TITLES, Board
+from lra.leaderboard import LEFT_OUT, Board, task_title
 from lra.records import Record
 from lra.statistics import wilson
 from lra.tables import Table, average_titles, footnotes, marked, measured_table
@@ -91,7 +91,8 @@ def content(
         run = describe(record, outcomes.get(id(record), default))
         lines.append([pool.setdefault(v, len(pool)) if k in POOLED else v for k, v in run.items()])
     return {
-        "titles": TITLES, "tasks": board.options.tasks, "recipes": recipes, "rows": rows,
+        "titles": {t: task_title(t) for t in board.options.tasks}, "tasks": board.options.tasks,
+        "recipes": recipes, "rows": rows,
         "averages": average_titles(board.options), "footnotes": notes, "pool": list(pool),
         "pooled": POOLED, "fields": list(run) if records else [], "runs": lines,
         "tables": [[title, t.header, t.rows, [t.is_numeric(j) for j in range(len(t.header))]]

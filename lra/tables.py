@@ -15,12 +15,12 @@ from lra.leaderboard import (
     FAIL_AS,
     LEFT_OUT,
     MARKS,
-    TITLES,
     Board,
     Cell,
     Options,
     Published,
     Row,
+    task_title,
 )
 from lra.progress import percent
 from lra.records import Record
@@ -101,13 +101,13 @@ def measured_table(rows: Sequence[Row], options: Options) -> Table:
         texts.append([row.model, row.variant, *("" if c is None else marked(c) for c in cells),
                       *map(percent, averages),
                       f"{low:,}" if low == high else f"{low:,} to {high:,}"])  # fmt: skip
-    header = ["Model", "Variant", *(TITLES[t] for t in options.tasks), *average_titles(options)]
+    header = ["Model", "Variant", *(task_title(t) for t in options.tasks), *average_titles(options)]
     return Table([*header, "Params"], texts, best_cells(numbers, first_column=2))
 
 
 def published_table(published: Sequence[Published], options: Options) -> Table:
     """All published rows, each with its source; averages computed from the printed cells."""
-    header = ["Model", "Variant", *(TITLES[t] for t in options.tasks), "Avg as printed"]
+    header = ["Model", "Variant", *(task_title(t) for t in options.tasks), "Avg as printed"]
     rows = [
         [p.model, p.variant, *(p.cells.get(t, "") for t in options.tasks), p.cells.get("avg", ""),
          *(percent(p.average(AVERAGES[a])) for a in options.averages), f"{p.source}, {p.table}"]
@@ -159,7 +159,7 @@ def average_titles(options: Options) -> list[str]:
 def footnotes(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Letter and text of every mark in use; mark `a` gives each reason."""
     reasons = sorted(
-        f"{row.model}{f' ({row.variant})' if row.variant else ''} on {TITLES[task]}: "
+        f"{row.model}{f' ({row.variant})' if row.variant else ''} on {task_title(task)}: "
         + "; ".join(dict.fromkeys(why for run in cell.runs for why in run.why_not))
         for row in rows
         for task, cell in row.cells.items()

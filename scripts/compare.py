@@ -18,9 +18,9 @@ from lra.config import flatten, nearest  # noqa: E402
 from lra.leaderboard import (  # noqa: E402
     LEFT_OUT,
     TASKS,
-    TITLES,
     Cell,
     drop_duplicates,
+    task_title,
     variants,
     why_left_out,
 )
@@ -94,8 +94,10 @@ def report(names: tuple[str, str], sides: list[dict[int, Record]]) -> str:
     cells = [Cell(tuple(side[seed] for seed in seeds)) for side in sides]
     first = cells[0].runs[0]
     assert first.result
-    lines = [f"{TITLES[first.task]}, test accuracy in percent, {first.result.test.num_examples:,} "
-             f"examples, seeds {', '.join(map(str, seeds))}"]  # fmt: skip
+    lines = [
+        f"{task_title(first.task)}, test accuracy in percent, "
+        f"{first.result.test.num_examples:,} examples, seeds {', '.join(map(str, seeds))}"
+    ]
     width = max(map(len, names))
     for name, cell in zip(names, cells, strict=True):
         lines.append(f"  {name.ljust(width)}  {cell}  recipe {cell.runs[0].recipe}")
@@ -127,11 +129,12 @@ def main(words: list[str]) -> int:
         options = dict(w.partition("=")[::2] for w in words if w not in names)
         if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe", "results"}:
             raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
-        if options["task"] not in TASKS:
-            raise ValueError(f"task={options['task']}: {nearest(options['task'], TASKS)}")
         records, warnings = load_all(Path(options.get("results", "results")))
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
+        known = {*TASKS, *(r.task for r in records)}
+        if options["task"] not in known:
+            raise ValueError(f"task={options['task']}: {nearest(options['task'], sorted(known))}")
         fitting = [r for r in records if r.task == options["task"]
                    and options.get("recipe") in (None, r.recipe)]  # fmt: skip
         print(report((names[0], names[1]), [choose(fitting, name) for name in names]))

@@ -11,11 +11,11 @@ from lra.config import config_hash
 from lra.records import Protocol, Record, RunResult, SplitResult, pack_correct
 
 NUM_TEST = {"listops": 2000, "text": 25000, "retrieval": 17437, "image": 10000,
-            "pathfinder": 20000, "pathx": 20000}  # fmt: skip
+            "pathfinder": 20000, "pathx": 20000, "digitsum": 1000}  # fmt: skip
 ACCURACY = {"listops": 0.37, "text": 0.65, "retrieval": 0.79, "image": 0.42,
-            "pathfinder": 0.72, "pathx": 0.501}  # fmt: skip
+            "pathfinder": 0.72, "pathx": 0.501, "digitsum": 0.9}  # fmt: skip
 STEPS = {"listops": 5000, "text": 20000, "retrieval": 30000, "image": 35000,
-         "pathfinder": 62400, "pathx": 62400}  # fmt: skip
+         "pathfinder": 62400, "pathx": 62400, "digitsum": 2000}  # fmt: skip
 TARGETS = {"softmax": "models.softmax.SoftmaxAttention", "luna": "models.luna.LunaEncoder"}
 
 

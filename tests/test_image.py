@@ -407,7 +407,7 @@ def test_the_hub_gives_the_same_examples(tmp_path: Path, monkeypatch: pytest.Mon
             made[split] = datasets.Dataset.from_dict(columns, features=features)
         return datasets.DatasetDict(made)
 
-    monkeypatch.setattr("lra.tasks.sources._unreachable", lambda endpoint: "")
+    monkeypatch.setattr("lra.tasks.columnar._unreachable", lambda endpoint: "")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     hub = Image(data_dir=tmp_path / "none", source="hub")
     files = Image(data_dir=tmp_path)

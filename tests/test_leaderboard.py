@@ -250,6 +250,25 @@ def test_a_half_rounds_up() -> None:
     assert [percent(v) for v in (2.675, 49.985, 71.3949, None)] == ["2.68", "49.99", "71.39", ""]
 
 
+def test_a_task_of_ones_own_has_a_column_after_the_six() -> None:
+    six = [make_record(task) for task in TASKS]
+    before = build(six)
+    board = build([*six, make_record("digitsum", accuracy=0.875)])
+    header, cells = markdown_rows(tables.results_section(board))[:2]
+    assert header[2:9] == ["ListOps", "Text", "Retrieval", "Image", "Pathfinder", "Path-X",
+                           "digitsum"]  # fmt: skip
+    assert cells[8] == "87.50 (1)"
+    averages = [board.rows[0].average(kind) for kind in ("five", "six")]
+    assert averages == [before.rows[0].average(kind) for kind in ("five", "six")]
+    lines = list(csv.DictReader(io.StringIO(tables.csv_text(board))))
+    assert lines[0]["digitsum_percent"] == "87.5"
+    assert any(line[0] == "digitsum" for line in papers.runs_table(board.rows).rows)
+    only = build([*six, make_record("digitsum")], options=Options(tasks=("digitsum",)))
+    assert [list(r.cells) for r in only.rows] == [["digitsum"]]
+    unfinished = build([*six, make_record("digitsum", status="failed")])
+    assert "digitsum" not in unfinished.options.tasks
+
+
 def test_min_seeds_recipe_and_task_options() -> None:
     records = list(sixty_records().values())
     board = build(records, options=Options(min_seeds=3))
@@ -348,7 +367,7 @@ def test_paper_tables_cell_for_cell(paper: papers.Paper) -> None:
     text = papers.paper_markdown(paper, load_published(), [])
     header, *lines = markdown_rows(text)
     cells = {(line[0], line[1]): dict(zip(header, line, strict=True)) for line in lines}
-    titles = {**{t: tables.TITLES[t] for t in paper.tasks}, "avg": "Avg as printed"}
+    titles = {**{t: tables.task_title(t) for t in paper.tasks}, "avg": "Avg as printed"}
     for r in rows:
         title = titles[r["task"]]
         if "WITHOUT Retrieval" in r["setting"]:
@@ -395,11 +414,11 @@ def test_efficiency_tables_say_device_and_leave_uncounted_memory_empty(tmp_path:
     benchmarks, warnings = load_benchmarks(tmp_path)
     assert warnings == [] and [b.name for b in benchmarks] == ["cpu", "gpu"]
     titles = [title for b in benchmarks for title, _ in papers.benchmark_tables(b)]
-    assert len(titles) == 2 + 4 and all("Some Device, float32, batch 8" in t for t in titles)
+    assert len(titles) == 4 + 6 and all("Some Device, float32, batch 8" in t for t in titles)
     speed = papers.benchmark_tables(benchmarks[1])[0][1].rows
     assert speed == [
-        ["luna", "10 (1.00)", "5 (2.00)", "2.5 (4.00)", "1.25"],
-        ["softmax", "10 (1.00)", "2.5 (1.00)", "0.625 (1.00)", "out of memory"],
+        ["luna", "10 (1.00)", "5 (2.00)", "2.5 (4.00)", "1.25", "1.00"],
+        ["softmax", "10 (1.00)", "2.5 (1.00)", "0.625 (1.00)", "out of memory", "2.00"],
     ]
     run = papers.runs_table(build([make_record()]).rows)
     line = dict(zip(run.header, run.rows[0], strict=True))

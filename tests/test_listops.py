@@ -23,16 +23,8 @@ import pytest
 import yaml
 
 from lra.task import SPLITS, cache_folder, prepare
-from lra.tasks.listops import (
-    SYMBOLS,
-    Limits,
-    ListOps,
-    draw_block,
-    encode,
-    evaluate,
-    generate,
-    read_tsv,
-)
+from lra.tasks.listops import ListOps, encode, evaluate, read_tsv
+from lra.tasks.listops_generator import SYMBOLS, Limits, draw_block, generate
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT.parent / "shared" / "data"

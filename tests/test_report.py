@@ -51,6 +51,16 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
+def test_figures_and_page_show_a_task_of_ones_own() -> None:
+    records = [make_record(task) for task in ("listops", "digitsum")]
+    assert content(page(records))["titles"]["digitsum"] == "digitsum"
+    rows = build(records).rows
+    styles = figures.model_styles(["luna"])
+    for draw in (figures.accuracy_speed, figures.learning_curves):
+        shown = [axes for axes in draw(rows, styles).axes if axes.get_visible()]
+        assert len(shown) == 7 and shown[-1].get_title().startswith("digitsum")
+
+
 def test_the_page_holds_every_run_and_every_cell() -> None:
     records = list(sixty_records().values())
     data = content(page(records))

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra.tasks import sources
+from lra.tasks import archives, columnar
+from lra.tasks.archives import is_archive, read_file, tar_members
 from lra.tasks.image import Image
-from lra.tasks.sources import is_archive, read_file, tar_members
 from lra.tasks.text import Text
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +170,7 @@ def test_declared_sizes_take_no_memory(tmp_path: Path) -> None:
 
 
 def test_the_total_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_ARCHIVE_BYTES", 100_000)
+    monkeypatch.setattr(archives, "MAX_ARCHIVE_BYTES", 100_000)
     many = [member(f"other/{i}", b"", size=0) for i in range(1000)]
     for members in ([member(f"wanted{i}", bytes(30_000)) for i in range(5)], many):
         with pytest.raises(ValueError, match=r"brings the archive over 100000 bytes; refused"):
@@ -242,7 +242,7 @@ def test_the_hub_without_network_fails_soon(tmp_path: Path, offline: bool) -> No
 
 def test_the_hub_without_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(sources, "_unreachable", lambda endpoint: "")
+    monkeypatch.setattr(columnar, "_unreachable", lambda endpoint: "")
     made = {"train": datasets.Dataset.from_dict({"text": ["a"], "label": [0]})}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, revision: made)
     with pytest.raises(ValueError, match="no split test; it has train"):
@@ -251,9 +251,9 @@ def test_the_hub_without_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_any_answer_means_reachable() -> None:
     with serve({}) as (url, _):
-        assert sources._unreachable(url) == ""  # although it is a 404
-    assert "refused" in sources._unreachable("http://127.0.0.1:9")
-    assert sources._unreachable("nonsense") != ""
+        assert columnar._unreachable(url) == ""  # although it is a 404
+    assert "refused" in columnar._unreachable("http://127.0.0.1:9")
+    assert columnar._unreachable("nonsense") != ""
 
 
 # --- the download script ---

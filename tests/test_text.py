@@ -281,7 +281,7 @@ def test_the_hub_gives_the_same_examples(tmp_path: Path, monkeypatch: pytest.Mon
             made[split] = datasets.Dataset.from_dict(columns, features=features)
         return datasets.DatasetDict(made)
 
-    monkeypatch.setattr("lra.tasks.sources._unreachable", lambda endpoint: "")
+    monkeypatch.setattr("lra.tasks.columnar._unreachable", lambda endpoint: "")
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     task = Text(data_dir=tmp_path / "none", source="hub", hub_revision="abc")
     assert rows(task) == rows(Text(data_dir=write_tree(tmp_path / "tree", reviews)))

@@ -21,6 +21,7 @@ import numpy as np
 
 from lra.files import replacing
 from lra.task import SPLITS, Example, Task
+from lra.tasks.archives import is_archive
 from lra.tasks.pathfinder_files import (
     NAMES_SHOWN,
     Index,
@@ -30,7 +31,6 @@ from lra.tasks.pathfinder_files import (
     write_level,
 )
 from lra.tasks.pathfinder_generator import PathfinderParams, generate, params_for
-from lra.tasks.sources import is_archive
 from lra.tasks.workers import map_in_order
 
 LEVELS = {

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lra.files import write_atomically
+from lra.tasks.archives import read_file
 from lra.tasks.pathfinder_generator import PathfinderParams, generate
-from lra.tasks.sources import read_file
 from lra.tasks.workers import map_in_order
 
 NAMES_SHOWN = 5  # in a message

@@ -20,7 +20,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.task import SPLITS, Example
-from lra.tasks.sources import READER_VERSION, FileTask, Place, distinct, is_archive
+from lra.tasks.archives import is_archive
+from lra.tasks.sources import READER_VERSION, FileTask, Place, distinct
 
 FILES = {split: f"new_aan_pairs.{name}.tsv"
          for split, name in zip(SPLITS, ("train", "eval", "test"), strict=True)}  # fmt: skip

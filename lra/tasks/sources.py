@@ -1,45 +1,27 @@
-"""What the tasks read from files share: where files lie, and how archives and tables are read.
-
-Archives are read in place. Nothing is unpacked to disk, nothing that a file says is executed, and a
-size is checked before memory is taken for it.
-"""
+"""What tasks that read files share: where the files lie, and which of them are taken."""
 
 from __future__ import annotations
 
 import filecmp
-import gzip
 import hashlib
-import importlib.util
-import io
-import os
-import re
-import tarfile
 import typing
-import urllib.error
-import urllib.request
-import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from lra.task import SPLITS, Task
+from lra.tasks.archives import is_archive
+from lra.tasks.columnar import TableRow, arrow_rows, hub_tables, table_files, table_rows
 
 READER_VERSION = 1  # raise it when the same files give other examples; part of the cache's name
 STAND_IN_VERSION = 1  # likewise for the synthetic stand-ins
-MAX_FILE_BYTES = 64 << 20  # of one file, in an archive or not; the largest real one has 31 MB
-MAX_ARCHIVE_BYTES = 4 << 30  # of a whole archive, uncompressed
-
-_TABLE_SPLIT = re.compile(r"(?:^|[-_.])(train|test)(?:[-_.]|$)")
-_HUB_TIMEOUT_S = 5
-_INSTALL_HUB = "run: pip install 'lra-harness[hub]'"
 
 Row = tuple[bytes, int]  # raw values of one sequence, and the label
-TableRow = tuple[str, tuple[Any, ...]]  # where it stands, for messages, and its columns
 
 
 class Place(NamedTuple):
@@ -365,242 +347,3 @@ def held_out(rows: list[Row], fraction: float, seed: int) -> np.ndarray:
         members = [i for other, _, i in order if other == label]
         chosen[members[: max(1, int(fraction * len(members) + 0.5))]] = True
     return chosen
-
-
-def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-    """The content of a file.
-
-    Raises:
-        ValueError: larger than `max_bytes`.
-    """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > max_bytes:
-            raise ValueError(f"{path}: {size} bytes, expected at most {max_bytes}")
-        return file.read()
-
-
-# --- archives -------------------------------------------------------------------------------------
-
-
-def is_archive(path: Path) -> bool:
-    """Whether a file, whatever its name, is a tar archive or compressed with gzip."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(512)
-    return head[:2] == b"\x1f\x8b" or head[257:262] == b"ustar"
-
-
-def tar_members(archive: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the wanted files of a tar archive, plain or gzip, in its order.
-
-    Raises:
-        ValueError: damaged, or a member (wanted or not) is neither a plain file nor a folder,
-            points outside of the archive, is too large or appears twice; names both.
-    """
-    seen: set[str] = set()
-    with archive.open("rb") as file:
-        is_packed = file.peek(2)[:2] == b"\x1f\x8b"
-        reader = _BoundedReader(gzip.GzipFile(fileobj=file) if is_packed else file)  # type: ignore[arg-type]
-        try:
-            with tarfile.open(fileobj=reader, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    tar.members = []  # type: ignore[attr-defined] # headers would fill the memory
-                    name = member.name.removeprefix("./")
-                    is_wanted = member.isreg() and wanted(name)
-                    if fault := _fault(member, is_wanted and name in seen):
-                        raise _Refused(f"{archive}: member {member.name!r} {fault}; refused")
-                    if not is_wanted:
-                        continue
-                    seen.add(name)
-                    content = tar.extractfile(member)
-                    assert content is not None
-                    yield name, content.read()
-            # The module takes a damaged header for the end, which is a block of zeros.
-            if reader.last != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("cut, or with a damaged header")
-            # The checksum of a gzip stream is compared at its very end.
-            for _ in range(MAX_ARCHIVE_BYTES >> 20):
-                if not reader.read(1 << 20):
-                    break
-        except _Refused:
-            raise
-        # A damaged header may fail in many ways.
-        except (tarfile.TarError, EOFError, zlib.error, ValueError, gzip.BadGzipFile) as error:
-            raise ValueError(
-                f"{archive}: not a whole tar archive, plain or gzip ({error}); get it again"
-            ) from None
-
-
-class _Refused(ValueError):
-    """A member that no honest archive has."""
-
-
-class _BoundedReader(io.BufferedReader):
-    """Reads no more at once than a file may have: the sizes in headers are not to be trusted."""
-
-    last = b""  # what was read last
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        if size is None or not 0 <= size <= MAX_FILE_BYTES:
-            raise tarfile.ReadError(f"a header asks for {size} bytes")
-        self.last = super().read(size)
-        return self.last
-
-
-def _fault(member: tarfile.TarInfo, is_repeated: bool) -> str:
-    """Why a member is refused, empty if it is not."""
-    path = PurePosixPath(member.name)
-    if path.is_absolute() or ".." in path.parts:
-        return "points outside of the archive"
-    if member.issym() or member.islnk():
-        return f"is a link to {member.linkname!r}"
-    if member.isdir():
-        return ""
-    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.issparse():
-        return "is neither a plain file nor a folder"
-    if not 0 <= member.size <= MAX_FILE_BYTES:
-        return f"has {member.size} bytes, expected at most {MAX_FILE_BYTES}"
-    if member.offset_data + member.size > MAX_ARCHIVE_BYTES:
-        return f"brings the archive over {MAX_ARCHIVE_BYTES} bytes"
-    return "appears twice" if is_repeated else ""
-
-
-# --- Parquet and Arrow tables, the hub ------------------------------------------------------------
-
-
-def table_files(folder: Path) -> dict[str, list[Path]]:
-    """Parquet or Arrow files of `train` and `test`, at most one folder down; empty without any.
-
-    A file belongs to the split that its name, else the name of its folder, has as a word.
-
-    Raises:
-        ValueError: one of the two splits is missing, or there are files of both kinds.
-    """
-    found: dict[str, list[Path]] = {}
-    for pattern in ("*", "*/*"):
-        for file in sorted(folder.glob(pattern)):
-            if file.suffix not in (".parquet", ".arrow") or file.name.startswith("."):
-                continue
-            for part in reversed(file.relative_to(folder).parts):
-                if word := _TABLE_SPLIT.search(part):
-                    found.setdefault(word[1], []).append(file)
-                    break
-    suffixes = sorted({file.suffix for files in found.values() for file in files})
-    if len(suffixes) > 1:
-        raise ValueError(f"{folder} has {' and '.join(suffixes)} files; expected one kind only")
-    if len(found) == 1:
-        missing = "test" if "train" in found else "train"
-        raise ValueError(
-            f"{folder} has no file of the {missing} split, e.g. {missing}{suffixes[0]}"
-        )
-    return found
-
-
-def table_rows(file: Path, columns: Sequence[tuple[str, ...]]) -> Iterator[TableRow]:
-    """Yield the rows of a Parquet or Arrow file; a column is given by its possible names.
-
-    Text comes as its UTF-8 bytes.
-
-    Raises:
-        ValueError: pyarrow is missing, or the file is damaged or lacks a column; names the file.
-    """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{file}: reading it needs the package pyarrow; {_INSTALL_HUB}")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    def batches() -> Iterator[Any]:
-        if file.suffix == ".parquet":
-            yield from pq.ParquetFile(file).iter_batches(batch_size=1024)
-            return
-        with pa.memory_map(str(file)) as mapped:
-            try:
-                reader = pa.ipc.open_stream(mapped)
-            except pa.ArrowInvalid:  # the other of Arrow's two formats
-                reader = pa.ipc.open_file(mapped)
-                yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
-            else:
-                yield from reader
-
-    try:
-        yield from arrow_rows(batches(), str(file), columns)
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{file}: not a whole {file.suffix[1:]} file ({error})") from None
-
-
-def arrow_rows(
-    batches: Iterable[Any], name: str, columns: Sequence[tuple[str, ...]]
-) -> Iterator[TableRow]:
-    """The rows of pyarrow record batches or tables, see `table_rows`; `name` is for messages."""
-    import pyarrow as pa
-
-    row = 0
-    for batch in batches:
-        known = batch.schema.names
-        chosen = []
-        for names in columns:
-            present = [column for column in names if column in known]
-            if not present:
-                raise ValueError(
-                    f"{name}: no column {' or '.join(names)}; it has {', '.join(known)}"
-                )
-            values = batch.column(present[0])
-            if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-                values = values.cast(pa.large_binary())
-            chosen.append(values.to_pylist())
-        for values in zip(*chosen, strict=True):
-            yield f"{name}, row {row}", values
-            row += 1
-
-
-def hub_tables(name: str, revision: str | None) -> dict[str, Iterator[Any]]:
-    """Pyarrow tables of `train` and `test` of a data set of the Hugging Face hub.
-
-    A local copy is taken when the hub cannot be reached.
-
-    Raises:
-        ValueError: `datasets` is missing, there is neither hub nor copy, or a split is missing.
-    """
-    if importlib.util.find_spec("datasets") is None:
-        raise ValueError(f"task.source=hub needs the package datasets; {_INSTALL_HUB}")
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    state = "reachable"
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        state = "not asked, since HF_HUB_OFFLINE is set"
-    elif fault := _unreachable(endpoint):
-        # Read by the library when imported; without it, it retries for half a minute.
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        state = f"unreachable: {fault}"
-    import datasets
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    try:
-        data = datasets.load_dataset(name, revision=revision)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"task.source=hub: cannot load '{name}', revision {revision or 'main'}: {error}. "
-            f"Tried {endpoint} ({state}) and the local copies in {HF_HUB_CACHE} and "
-            f"{datasets.config.HF_DATASETS_CACHE}; without network use task.source=files"
-        ) from None
-    if missing := sorted({"train", "test"} - set(data)):
-        raise ValueError(
-            f"task.source=hub: '{name}' has no split {' and no '.join(missing)}; "
-            f"it has {', '.join(data)}"
-        )
-    return {
-        split: data[split].with_format("arrow").iter(batch_size=1024) for split in ("train", "test")
-    }
-
-
-def _unreachable(endpoint: str) -> str:
-    """Why a server cannot be reached, empty if it answers at all."""
-    try:
-        request = urllib.request.Request(endpoint, method="HEAD")
-        urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S).close()
-    except urllib.error.HTTPError:
-        return ""
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))
-    return ""

@@ -20,7 +20,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.task import Example
-from lra.tasks.sources import CorpusTask, Row, TableRow, held_out, read_file, tar_members
+from lra.tasks.archives import read_file, tar_members
+from lra.tasks.columnar import TableRow
+from lra.tasks.sources import CorpusTask, Row, held_out
 
 LABELS = {"neg": 0, "pos": 1}
 TREE = tuple(f"{split}/{name}" for split in ("train", "test") for name in LABELS)

@@ -1,0 +1,90 @@
+"""A measurement in a process of its own, so that its peak memory is its own and it may fail alone.
+
+The request is JSON on standard input: `config` (a run's config as plain values) with the arguments
+of `lra.measure.measure` or, with `breakdown`, of `lra.breakdown.breakdown`; or `configs` by name
+with those of `lra.measure.step_times`. The answer is JSON lines on standard output: `hardware`
+first, so that a process which is ended from outside has at least said where it ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lra.benchmarks import Measurement, Status
+from lra.config import RunConfig, fill
+
+ROOT = Path(__file__).resolve().parent.parent
+REFUSED = 2
+# The timer of lra/measure.py, and the kernel's way to say that memory ran out.
+ENDED_BY: dict[int, Status] = {-signal.SIGALRM: "too_slow", -signal.SIGKILL: "out_of_memory"}
+
+
+class CellFailed(Exception):
+    """The process ended with an error of its own; the message is what it printed."""
+
+
+def in_own_process(request: dict[str, Any]) -> dict[str, Any]:
+    """Run this module in a fresh process and return its answer; how it ended decides its status.
+
+    Raises:
+        ValueError: the hardware is not there, or cannot compute in the precision asked for.
+        CellFailed: it failed in another way.
+    """
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "lra.cells"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)},
+    )
+    answer: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        answer |= json.loads(line) if line.startswith("{") else {}
+    if done.returncode in ENDED_BY:
+        return answer | {"measured": asdict(Measurement(ENDED_BY[done.returncode]))}
+    if done.returncode == REFUSED:
+        raise ValueError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise CellFailed(done.stderr.strip() or f"exit code {done.returncode}")
+    return answer
+
+
+def main() -> None:
+    """In the process: read the request, print the answer."""
+    request: dict[str, Any] = json.load(sys.stdin)
+    given = request.pop("configs", None) or {"": request.pop("config")}
+    configs = {name: fill(RunConfig, values) for name, values in given.items()}
+    config = next(iter(configs.values()))
+
+    from lra.hardware import Hardware
+
+    try:
+        hardware = Hardware(config.hardware)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(REFUSED)
+    described = hardware.describe(config.hardware.micro_batch_size)
+    print(json.dumps({"hardware": described}), flush=True)
+    if request.pop("breakdown", False):
+        from lra.breakdown import breakdown
+
+        print(json.dumps(breakdown(config, hardware, **request)))
+        return
+    from lra.measure import measure, step_times
+
+    if "num_rounds" in request:
+        print(json.dumps({"times": step_times(configs, hardware, **request)}))
+    else:
+        print(json.dumps({"measured": asdict(measure(config, hardware, **request))}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""scripts/benchmark.py: real processes at tiny sizes, and the arithmetic behind its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lra import papers, peers
+from lra.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
+from lra.breakdown import ORDER, Roofline, breakdown, breakdown_table, count
+from lra.cells import CellFailed, in_own_process
+from lra.config import RunConfig, fill
+from lra.hardware import Hardware
+from lra.measure import measure, random_batch, step_times
+from models.encoder import make_encoder
+from models.shape import Shape
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts" / "benchmark.py"
+TINY = ["batch_size=2", "time_s=0.01", "hardware.num_threads=1"]
+CALL: dict[str, Any] = {
+    "mode": "inference", "time_s": 0.01, "max_step_s": 60.0, "max_memory_gb": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("benchmark", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["benchmark"] = module  # where its dataclasses look for their own types
+    spec.loader.exec_module(module)
+    return module
+
+
+def values(script: ModuleType, model: str, length: int) -> dict[str, Any]:
+    """The config of a cell as plain values."""
+    settings = script.Settings(batch_size=2)
+    config = script.composed([model], ["hardware.num_threads=1"], settings)[model]
+    return script.at_length(config, length)
+
+
+def call(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *words], cwd=cwd, capture_output=True, text=True
+    )
+
+
+def test_a_call_leaves_a_record_that_the_tables_show(tmp_path: Path) -> None:
+    done = call(
+        "models=softmax,luna:projection_length=4", "lengths=32,64", "repeats=2", "mode=inference",
+        *TINY, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"round [12] .* steps/s +\d+ MB", done.stdout)) == 8
+    (benchmark,), warnings = load_benchmarks(tmp_path / "results")
+    assert not warnings and benchmark.name == "cpu-nystromformer"
+    assert (benchmark.task, benchmark.recipe, benchmark.repeats) == ("text", "nystromformer", 2)
+    assert benchmark.threads == 1 and benchmark.batch_size == 2 and benchmark.started_at
+    assert benchmark.environment["torch"] and "repeats=2" in benchmark.overrides
+    assert {(c.model, c.length) for c in benchmark.cells} == {
+        (m, n) for m in ("softmax", "luna:projection_length=4") for n in (32, 64)
+    }
+    for cell in benchmark.cells:
+        assert cell.status == "ok" and cell.repeats == 2 and cell.spread is not None
+        assert cell.steps_per_s and cell.tokens_per_s
+        assert cell.tokens_per_s == pytest.approx(cell.steps_per_s * 2 * cell.length)
+        assert cell.peak_memory_bytes is not None and cell.peak_memory_bytes < 2**27
+        assert (cell.ratio_spread is None) == (cell.model == "softmax")
+    table = "| Model | 32 | 64 |\n|---|---:|---:|\n| luna:projection_length=4 |"
+    assert table in done.stdout
+
+    make_tables = [sys.executable, str(ROOT / "scripts" / "make_tables.py"), "--no-figures"]
+    subprocess.run(make_tables, cwd=tmp_path, check=True, capture_output=True)
+    text = (tmp_path / "results" / "tables" / "efficiency.md").read_text()
+    assert table in text and "inference, steps per second (times softmax, spread over 2" in text
+
+
+def test_a_step_that_takes_too_long_is_marked(script: ModuleType) -> None:
+    request = CALL | {"config": values(script, "softmax", 32), "max_step_s": 1e-9}
+    answer = in_own_process(request)
+    assert answer["measured"]["status"] == "too_slow" and answer["hardware"]["device"] == "cpu"
+
+
+def test_a_cell_that_needs_too_much_memory_is_marked(script: ModuleType) -> None:
+    request = CALL | {"config": values(script, "textbook", 2048), "max_memory_gb": 0.02}
+    assert in_own_process(request)["measured"]["status"] == "out_of_memory"
+
+
+def test_what_fails_otherwise_is_an_error_and_earlier_cells_are_kept(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([{"measured": {"status": "ok", "steps_per_s": 2.0}}])
+
+    def answer(_request: dict[str, Any]) -> dict[str, Any]:
+        for found in answers:
+            return found
+        raise CellFailed("Traceback: an operation is missing")
+
+    monkeypatch.setattr(script, "in_own_process", answer)
+    argv = ["benchmark.py", "models=softmax,luna", "lengths=32", f"paths.results={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert script.main() == 1
+    (benchmark,), _ = load_benchmarks(tmp_path)
+    assert [c.model for c in benchmark.cells] == ["softmax"]
+
+
+def test_a_failing_process_hands_on_its_traceback() -> None:
+    with pytest.raises(CellFailed, match="Traceback(.|\n)*KeyError"):
+        in_own_process({})
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+def test_a_cell_trains_and_evaluates(script: ModuleType, mode: str) -> None:
+    config = fill(RunConfig, values(script, "luna", 48))
+    found = measure(config, Hardware(config.hardware), **CALL | {"mode": mode})
+    assert found.status == "ok" and found.steps_per_s and found.peak_memory_bytes is not None
+
+
+def test_batches_are_full_and_free_of_padding(script: ModuleType) -> None:
+    task = script_task(script, 100)
+    batch = random_batch(task, 3, seed=0)
+    assert batch.tokens_BSL.shape == (3, 1, 100) and batch.lengths_BS.eq(100).all()
+    assert batch.tokens_BSL.min() >= 1 and batch.tokens_BSL.max() < task.vocab_size
+
+
+def script_task(script: ModuleType, length: int) -> Any:
+    from lra.build import make_task
+
+    return make_task(fill(RunConfig, values(script, "softmax", length)))
+
+
+def test_ratios_are_taken_inside_a_round() -> None:
+    """Everything is half as fast in the second round; the ratio does not see it."""
+    soft, luna, slow = (Key(m, 64, "train") for m in ("softmax", "luna", "slow"))
+    rounds = [
+        {soft: Measurement("ok", 10.0, 100), luna: Measurement("ok", 20.0, 50),
+         slow: Measurement("ok", 1.0, 7)},
+        {luna: Measurement("ok", 11.0, 60), soft: Measurement("ok", 5.0, 90),
+         slow: Measurement("too_slow")},
+        {soft: Measurement("ok", 10.0, 90), luna: Measurement("ok", 24.0, 55)},
+    ]  # fmt: skip
+    cells = {c.model: c for c in summarise(rounds, num_sequences=2, batch_size=4)}
+    assert ratios_to("softmax", luna, rounds) == [2.0, 2.2, 2.4]
+    assert cells["luna"].ratio_to_softmax == 2.2
+    assert cells["luna"].ratio_spread == pytest.approx(0.4 / 2.2)
+    assert cells["luna"].spread == pytest.approx(13 / 20) and cells["luna"].repeats == 3
+    assert (cells["luna"].steps_per_s, cells["luna"].peak_memory_bytes) == (20.0, 60)
+    assert cells["luna"].tokens_per_s == 20.0 * 4 * 64 * 2
+    assert cells["slow"].status == "too_slow" and cells["slow"].steps_per_s is None
+    alone = summarise(rounds[:1], num_sequences=1, batch_size=4)
+    assert alone[1].ratio_spread is None and alone[1].spread is None
+
+
+def test_measured_ratios_stand_beside_the_published() -> None:
+    cells = summarise(
+        [{Key("softmax", 1024, "train"): Measurement("ok", 1.0, 400),
+          Key("luna", 1024, "train"): Measurement("ok", 1.5, 100),
+          Key("softmax", 4096, "train"): Measurement("out_of_memory"),
+          Key("luna", 4096, "train"): Measurement("ok", 1.0, 900)}], 1, 32,
+    )  # fmt: skip
+    benchmark = Benchmark(
+        schema_version=1, device="cpu", hardware="Some CPU", precision="float32", threads=1,
+        batch_size=32, cells=cells, environment={}, recipe="lra",
+    )  # fmt: skip
+    published = papers.load_efficiency(ROOT / "results" / "published_efficiency.csv")
+    speed, memory = papers.beside_tables([benchmark], published)
+    assert speed[1].header == ["Model", "Variant", "1K", "2K", "3K", "4K", "Figures"]
+    ours = "measured, Some CPU, float32, batch 32, 1 thread, recipe lra"
+    assert speed[1].rows[-2:] == [
+        ["luna", "", "1.50", "", "", "", ours],
+        ["softmax", "", "1.00", "", "", "out of memory", ours],
+    ]
+    assert memory[1].rows[-2][2] == "0.25"
+    linformer = next(row for row in memory[1].rows if row[0] == "Linformer")
+    assert linformer[5] == f"{0.99 / 9.48:.2f}"  # printed in GB only
+    assert papers.beside_tables([], published) == []
+    assert json.loads(benchmark.to_json())["cells"][0]["model"] == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["models=lunna"], "models=lunna: did you mean 'luna'"),
+        (["models=luna:tie_kvv=true"], "model.tie_kvv=true: unknown key; did you mean 'tie_kv'"),
+        (["models=nystromformer:num_landmarks=0"], "num_landmarks=0: expected at least 1"),
+        (["models=textbook:width=3"], "model.width=3: unknown key"),
+        (["lengths=0"], "lengths=0: expected at least 1"),
+        (["lengths=1K"], "lengths[0]='1K': expected an integer"),
+        (["mode=training"], "mode[0]='training': not a choice; did you mean 'train'"),
+        (["batchsize=3"], "batchsize=3: unknown; did you mean 'batch_size'"),
+        (["model=luna"], "model=luna: here it is models=NAME"),
+        (["model.tie_kv=true"], "here it is models=NAME:tie_kv=true"),
+        (["task.max_length=9"], "here it is lengths=N"),
+        (["hardware.precison=bf16"], "hardware.precison=bf16: unknown key; did you mean"),
+        (["hardware.num_devices=2"], "hardware.num_devices=2: expected 1"),
+        (["repeats=0"], "repeats=0: expected at least 1"),
+        (["name=../x"], "name=../x: expected a file's name"),
+        (["--breakdown", "hardware.compile=true"], "hardware.compile=true: --breakdown"),
+        (["--check", "lengths=64"], "--check has its own lengths"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_measured(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *words])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        script.main()
+
+
+def test_a_message_is_one_line_and_the_code_is_that_of_wrong_input(tmp_path: Path) -> None:
+    done = call("lengths=0", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: lengths=0: expected at least 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("nystrom_attention", "nystrom_attention"), ("transformers_nystromformer", "transformers")],
+)
+def test_a_missing_package_is_named_with_its_extra(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+) -> None:
+    for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'lra-harness[bench]'")):
+        values(script, name, 32)
+
+
+@pytest.mark.parametrize("name", [*peers.PEERS, *peers.REFERENCES])
+def test_peers_mix_in_the_same_encoder(name: str) -> None:
+    packages = {
+        "nystrom_attention": "nystrom_attention",
+        "transformers_nystromformer": "transformers",
+    }
+    if name in packages:
+        pytest.importorskip(packages[name])
+    target = getattr(peers, (peers.PEERS | peers.REFERENCES)[name].rpartition(".")[2])
+    shape = Shape(vocab_size=9, max_length=20, d_model=8, num_heads=2, d_ff=8, dropout=0.0)
+    knobs = {"num_landmarks": 8} if "nystrom" in name else {}
+    torch.manual_seed(0)
+    encoder = make_encoder(target, shape, **knobs).eval()
+    x_BLD = encoder(torch.randint(1, 9, (2, 20)), torch.ones(2, 20, dtype=torch.bool))
+    assert x_BLD.shape == (2, 20, 8) and x_BLD.isfinite().all()
+    x_BLD.sum().backward()
+    assert all(p.grad is not None for p in encoder.blocks[0].mixer.parameters())
+
+
+def test_the_textbook_mixes_as_the_softmax_model_does() -> None:
+    from models.softmax import SoftmaxAttention
+
+    shape = Shape(vocab_size=9, max_length=20, d_model=8, num_heads=2)
+    ours, textbook = SoftmaxAttention(shape).eval(), peers.TextbookAttention(shape).eval()
+    textbook.load_state_dict(ours.state_dict())
+    x_BLD, mask_BL = torch.randn(2, 20, 8), torch.ones(2, 20, dtype=torch.bool)
+    torch.testing.assert_close(textbook(x_BLD, mask_BL), ours(x_BLD, mask_BL))
+
+
+def test_textbook_nystrom_mixes_as_ours_does() -> None:
+    from models.nystromformer import NystromAttention
+
+    shape = Shape(vocab_size=9, max_length=24, d_model=8, num_heads=2)
+    ours = NystromAttention(shape, num_landmarks=4, pinv_init="global")
+    textbook = peers.TextbookNystrom(shape, num_landmarks=4)
+    state = ours.state_dict()
+    state["conv.weight"] = state.pop("conv_HW")[:, None, :, None]
+    textbook.load_state_dict(state)
+    x_BLD, mask_BL = torch.randn(2, 24, 8), torch.ones(2, 24, dtype=torch.bool)
+    torch.testing.assert_close(textbook(x_BLD, mask_BL), ours(x_BLD, mask_BL))
+
+
+def test_counted_operations_and_bytes_of_a_linear_map() -> None:
+    linear, x = nn.Linear(32, 16, bias=False), torch.randn(8, 32)
+    flops, num_bytes = count(lambda: linear(x))
+    assert flops == 2 * 8 * 32 * 16
+    assert num_bytes == 4 * (8 * 32 + 32 * 16 + 8 * 16)  # views such as the transpose are free
+    out = torch.zeros(3, 4, 6)
+    flops, num_bytes = count(lambda: out.baddbmm_(torch.ones(3, 4, 5), torch.ones(3, 5, 6)))
+    assert flops == 2 * 3 * 4 * 5 * 6
+    x = torch.ones(1, 100).expand(50, 100)
+    assert count(lambda: x + 1)[1] == 4 * (100 + 50 * 100)  # what is repeated lies there once
+
+
+def test_counted_attention_is_that_of_the_textbook() -> None:
+    q_BHLK = torch.randn(1, 2, 32, 8, requires_grad=True)
+
+    def attend() -> None:
+        nn.functional.scaled_dot_product_attention(q_BHLK, q_BHLK, q_BHLK).sum().backward()
+
+    products = 2 * 2 * 32 * 32 * 8  # of one [L, K] x [K, L] in both heads
+    assert count(attend)[0] == (2 + 5) * products  # the backward pass forms the weights again
+
+
+def test_a_step_falls_into_parts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lra.breakdown.REPEATS", 1)
+    config = fill(RunConfig, values(script, "fastformer", 64))
+    hardware = Hardware(config.hardware)
+    found = breakdown(config, hardware, time_s=0.01)
+    parts = found["parts"]
+    assert [p for p in parts if p.startswith("forward: mixer")] == [
+        "forward: mixer of layer 1", "forward: mixer of layer 2",
+    ]  # fmt: skip
+    assert all(seconds > 0 for seconds in parts.values()), parts
+    assert found["flops"] > 3 * 2 * 2 * 64 * 64 * 128 and found["bytes"] > 0
+    table = breakdown_table({"softmax": [found, found], "fastformer": [found, found]})
+    assert len(table.rows) == len(ORDER) + 1 + 2  # two mixers; the step and its ratio
+    assert table.rows[-1] == ["times softmax's speed", *["1.00 (spread 0 %)"] * 2]
+    shares = [float(row[1].split()[0]) for row in table.rows[:-2]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+
+
+def test_roofline_shares() -> None:
+    line = Roofline(step_s=2.0, flops=10**9, num_bytes=10**9, flops_per_s=1e9, bytes_per_s=5e9)
+    assert (line.arithmetic_share, line.memory_share) == (0.5, 0.1)
+    assert str(line).endswith("share of the roofline reached 50 %")
+
+
+@pytest.mark.parametrize(("least", "code", "mark"), [(0.4, 0, "ok"), (0.6, 1, "TOO SLOW")])
+def test_the_guard_fails_below_a_floor(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    least: float, code: int, mark: str,
+) -> None:  # fmt: skip
+    times = {"softmax": [2.0, 4.0, 2.0], "textbook": [1.0, 2.0, 1.1]}
+    monkeypatch.setattr(script, "in_own_process", lambda _request: {"times": times})
+    monkeypatch.setattr(script, "FLOORS", (script.Floor("softmax", "textbook", least),))
+    assert script.check_floors(script.Settings(), []) == code
+    line = capsys.readouterr().out
+    assert line.startswith(mark) and "softmax trains at 0.50 (spread 10 %) times" in line
+
+
+def test_the_guard_measures_all_in_one_process(script: ModuleType) -> None:
+    configs = {m: fill(RunConfig, values(script, m, 32)) for m in ("softmax", "no_mixer")}
+    hardware = Hardware(configs["softmax"].hardware)
+    times = step_times(configs, hardware, num_rounds=2)
+    assert {m: len(t) for m, t in times.items()} == {"softmax": 2, "no_mixer": 2}
+    assert all(t > 0 for own in times.values() for t in own)
+
+
+def test_all_models_are_measured_by_default_and_peers_on_demand(script: ModuleType) -> None:
+    models = script.chosen(script.Settings())
+    assert models[0] == "softmax" and {"luna", "nystromformer", "fastformer"} < set(models)
+    assert "transformer" not in models  # another name of softmax
+    more = script.chosen(dataclasses.replace(script.Settings(), peers=True))
+    assert more == [*models, *peers.PEERS]
