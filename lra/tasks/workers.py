@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -49,11 +49,12 @@ def map_in_order(
 def _follow_parent() -> None:
     """Leave interrupts to the parent, and end when it is killed instead of waiting for jobs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    # Asked of the system, since not every launcher of jobs tells `multiprocessing` the parent.
+    parent = os.getppid()
 
     def wait() -> None:
-        parent.join()
+        while os.getppid() == parent:
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
