@@ -23,13 +23,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, fill, flatten, nearest
-from lra.sweep import Outcome, outcomes, summary
+from lra.sweep import Outcome, first_line, outcomes, summary
 from lra.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 75
 exit_codes: list[int] = []  # of the jobs that ended
+sweep_dirs: list[Path] = []  # of the sweep that this process launched
 
 
 def typed(cfg: DictConfig) -> RunConfig:
@@ -139,7 +140,11 @@ def threads_per_job() -> int | None:
 
 
 class SweepSummary(Callback):
-    """Hydra calls this when all jobs of a sweep have ended, whatever launched them."""
+    """Hydra calls this around the jobs of a sweep, whatever launches them."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Remember where the jobs leave their outcomes."""
+        sweep_dirs.append(Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print how each job ended and keep the worst exit code."""
@@ -172,6 +177,19 @@ def run_program(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if not sweep_dirs:
+            raise
+        # Jobs catch their own errors, so this is a launcher's whose job was killed.
+        for sweep_dir in sweep_dirs:
+            print_summary(sweep_dir)
+        print(
+            f"error: a job ended without an outcome, killed from outside perhaps or for want of "
+            f"memory ({type(error).__name__}: {first_line(error)}); the same command goes on with "
+            "what is missing",
+            file=sys.stderr,
+        )
+        sys.exit(1)
     sys.exit(max(exit_codes, default=0))
 
 

@@ -37,7 +37,7 @@ class Trouble(SoftmaxAttention):
                 return y_BLD * float("nan")
             if seed == 3:
                 raise torch.OutOfMemoryError("injected")
-            number = {6: signal.SIGTERM, 7: signal.SIGUSR2}.get(seed)
+            number = {6: signal.SIGTERM, 7: signal.SIGUSR2, 8: signal.SIGKILL}.get(seed)
             if number and not pathlib.Path(f"sent{seed}").exists():
                 pathlib.Path(f"sent{seed}").touch()
                 os.kill(os.getpid(), number)
@@ -191,6 +191,19 @@ def test_jobs_side_by_side(tmp_path: Path) -> None:
     assert {s: r.status == "failed" for s, r in by_seed.items()} == {0: False, 1: True, 4: False}
     assert "3 jobs: " in out and "1 failed" in out
     assert by_seed[0].hardware["num_threads"] == 1  # TINY asks for it
+
+
+def test_a_killed_job_beside_others_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    arguments = [*BAD, *launcher, "seed=0,8"]
+    code, out, err = sweep(tmp_path, *arguments)  # a SIGKILL from itself in its first step
+    assert code == 1 and "Traceback" not in err
+    assert "a job ended without an outcome" in err and "the same command goes on" in err
+    assert "jobs: " in out
+    code, out, err = sweep(tmp_path, *arguments)
+    assert code == 0, err
+    assert set(found(tmp_path, "trouble")) == {0, 8} and "2 jobs: " in out
 
 
 def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_path: Path) -> None:
