@@ -64,5 +64,9 @@ def summary(found: list[Outcome], num_jobs: int) -> str:
     if num_jobs > len(found):
         counts["without an outcome"] = num_jobs - len(found)
     return "\n".join(
-        [*text, f"{num_jobs} jobs: " + ", ".join(f"{n} {s}" for s, n in counts.items())]
+        [
+            *text,
+            f"{num_jobs} job{'s' * (num_jobs != 1)}: "
+            + ", ".join(f"{n} {s}" for s, n in counts.items()),
+        ]
     )
