@@ -13,7 +13,8 @@ of one example's queries, and J the keys they read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +99,8 @@ def attend_with_dropout(
     """Softmax attention on a CPU with weights dropped at rate `p`; [B, H, L, K].
 
     Blocks of weights are formed in float32 or wider, and again for the gradient with the same
-    dropout, so memory is linear in L and N. Each row of `mask_BN`, the keys that may be read, needs
+    dropout, so memory is linear in L and N. Examples are worked on side by side, each with random
+    numbers of its own. Each row of `mask_BN`, the keys that may be read, needs
     a True. Queries behind the last True of `query_mask_BL` are left out: their results are zeros.
     """
     batch_size, _, length, _ = q_BHLK.shape
@@ -131,7 +133,7 @@ class _Plan:
     causal: bool
 
     def blocks(
-        self, b: int, q_HLK: Tensor, k_HNK: Tensor, generator: torch.Generator | None
+        self, b: int, q_HLK: Tensor, k_HNK: Tensor, generator: torch.Generator
     ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
         """Of example `b`: rows, columns, softmax weights [H, R, J] and what dropout keeps of them.
 
@@ -157,13 +159,20 @@ class _Plan:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BHLK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, plan: _Plan) -> Tensor:
-        ctx.plan, ctx.random_state = plan, torch.get_rng_state()
+        seeds = torch.randint(2**32, (len(q_BHLK),)).tolist()
         y_BHLK = zeros_heads_inside(q_BHLK)
-        for b, (q_HLK, k_HNK, v_HNK) in enumerate(zip(q_BHLK, k_BHNK, v_BHNK, strict=True)):
-            for rows, columns, weight_HRJ, kept_HRJ in plan.blocks(b, q_HLK, k_HNK, None):
-                y_BHLK[b, :, rows] = torch.bmm(weight_HRJ.mul_(kept_HRJ), v_HNK[:, columns])
+
+        def attend(b: int) -> None:
+            generator = torch.Generator().manual_seed(seeds[b])
+            for rows, columns, weight_HRJ, kept_HRJ in plan.blocks(
+                b, q_BHLK[b], k_BHNK[b], generator
+            ):
+                y_BHLK[b, :, rows] = torch.bmm(weight_HRJ.mul_(kept_HRJ), v_BHNK[b, :, columns])
+
+        side_by_side(attend, len(q_BHLK))
         y_BHLK.mul_(1 / keep_probability(plan.p))
         ctx.save_for_backward(q_BHLK, k_BHNK, v_BHNK, y_BHLK)
+        ctx.plan, ctx.seeds = plan, seeds
         return y_BHLK
 
     @staticmethod
@@ -172,25 +181,51 @@ class _Attention(torch.autograd.Function):
         q_BHLK, k_BHNK, v_BHNK, y_BHLK = ctx.saved_tensors
         scale, keep_scale = q_BHLK.shape[3] ** -0.5, 1 / keep_probability(ctx.plan.p)
         dq_BHLK, dk_BHNK, dv_BHNK = (zeros_heads_inside(x) for x in (q_BHLK, k_BHNK, v_BHNK))
-        generator = torch.Generator()
-        generator.set_state(ctx.random_state)
-        with torch.autocast("cpu", enabled=False):
+
+        def differentiate(b: int) -> None:
+            q_HLK, k_HNK, v_HNK = q_BHLK[b], k_BHNK[b], v_BHNK[b]
             # The softmax takes from each weight's gradient the mean of them under the weights.
-            mean_BHL1 = (dy_BHLK * y_BHLK).sum(dim=3, keepdim=True)
-            for b, (q_HLK, k_HNK, v_HNK) in enumerate(zip(q_BHLK, k_BHNK, v_BHNK, strict=True)):
-                dk_HNK, dv_HNK = torch.zeros(2, *k_HNK.shape, dtype=k_HNK.dtype)
-                for rows, columns, weight_HRJ, kept_HRJ in ctx.plan.blocks(
-                    b, q_HLK, k_HNK, generator
-                ):
-                    dy_HRK = dy_BHLK[b, :, rows] * keep_scale
-                    dropped_HRJ = kept_HRJ.mul_(weight_HRJ)
-                    dv_HNK[:, columns].baddbmm_(dropped_HRJ.mT, dy_HRK)
-                    dscore_HRJ = torch.bmm(dy_HRK, v_HNK[:, columns].mT).mul_(dropped_HRJ)
-                    dscore_HRJ.addcmul_(weight_HRJ, mean_BHL1[b, :, rows], value=-1)
-                    dk_HNK[:, columns].baddbmm_(dscore_HRJ.mT, q_HLK[:, rows] * scale)
-                    dq_BHLK[b, :, rows] = torch.bmm(dscore_HRJ, k_HNK[:, columns]) * scale
-                dk_BHNK[b], dv_BHNK[b] = dk_HNK, dv_HNK
+            mean_HL1 = (dy_BHLK[b] * y_BHLK[b]).sum(dim=2, keepdim=True)
+            dk_HNK, dv_HNK = torch.zeros(2, *k_HNK.shape, dtype=k_HNK.dtype)
+            generator = torch.Generator().manual_seed(ctx.seeds[b])
+            for rows, columns, weight_HRJ, kept_HRJ in ctx.plan.blocks(b, q_HLK, k_HNK, generator):
+                dy_HRK = dy_BHLK[b, :, rows] * keep_scale
+                dropped_HRJ = kept_HRJ.mul_(weight_HRJ)
+                dv_HNK[:, columns].baddbmm_(dropped_HRJ.mT, dy_HRK)
+                dscore_HRJ = torch.bmm(dy_HRK, v_HNK[:, columns].mT).mul_(dropped_HRJ)
+                dscore_HRJ.addcmul_(weight_HRJ, mean_HL1[:, rows], value=-1)
+                dk_HNK[:, columns].baddbmm_(dscore_HRJ.mT, q_HLK[:, rows] * scale)
+                dq_BHLK[b, :, rows] = torch.bmm(dscore_HRJ, k_HNK[:, columns]) * scale
+            dk_BHNK[b], dv_BHNK[b] = dk_HNK, dv_HNK
+
+        side_by_side(differentiate, len(q_BHLK))
         return dq_BHLK, dk_BHNK, dv_BHNK, None
+
+
+def side_by_side(function: Callable[[int], None], count: int) -> None:
+    """Call `function` with 0 .. count - 1 in as many threads as PyTorch uses.
+
+    Each has its share of PyTorch's threads, one as a rule: a block of weights is too small to be
+    divided among threads that have to be woken for each operation. Nothing is differentiated.
+    """
+    num_threads = torch.get_num_threads()
+    num_workers = max(1, min(num_threads, count))
+
+    def call(i: int) -> None:
+        # Modes hold for the thread that set them.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            function(i)
+
+    if num_workers == 1:
+        for i in range(count):
+            call(i)
+        return
+    torch.set_num_threads(num_threads // num_workers)  # what a new thread starts with
+    try:
+        with ThreadPoolExecutor(num_workers) as pool:
+            list(pool.map(call, range(count)))
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def zeros_heads_inside(x_BHLK: Tensor) -> Tensor:

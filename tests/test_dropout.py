@@ -181,6 +181,24 @@ def test_the_number_of_threads_changes_nothing(run: Callable[[], list[Tensor]]) 
             assert torch.allclose(a.double(), b.double(), rtol=1e-6, atol=0)
 
 
+def test_work_side_by_side_shares_threads_and_gives_them_back() -> None:
+    torch.set_num_threads(4)
+    for count, share in ((2, 2), (8, 1), (1, 4)):
+        seen: list[tuple[int, bool]] = []
+        dropout_module.side_by_side(
+            lambda i: seen.append((torch.get_num_threads(), torch.is_grad_enabled())),
+            count,
+        )
+        assert seen == [(share, False)] * count and torch.get_num_threads() == 4
+
+    def fail(i: int) -> None:
+        raise MemoryError(f"example {i}")
+
+    with pytest.raises(MemoryError, match="example 0"):
+        dropout_module.side_by_side(fail, 3)
+    assert torch.get_num_threads() == 4
+
+
 def test_the_gradient_draws_nothing() -> None:
     q = torch.randn(1, 2, 50, 4, requires_grad=True)
     y = attend(q, q, q, None, dropout=0.5).sum()
@@ -278,7 +296,7 @@ def test_equals_the_formula_with_gradients(
 def test_padded_queries_are_left_out() -> None:
     mask_BN = MASKS["padding"]
     q, k, v = inputs(8, 8)
-    y_BHLK = attend(q, k, v, mask_BN, query_mask_BL=mask_BN, dropout=0.4)
+    y_BHLK = attend(q, k, v, mask_BN, query_mask_BL=mask_BN, dropout=0.01)
     y_BHLK.sum().backward()
     for b, n in enumerate((8, 5, 1)):
         assert y_BHLK[b, :, :n].any() and not y_BHLK[b, :, n:].any()
