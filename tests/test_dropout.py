@@ -183,12 +183,14 @@ def test_the_number_of_threads_changes_nothing(run: Callable[[], list[Tensor]]) 
 
 def test_work_side_by_side_shares_threads_and_gives_them_back() -> None:
     torch.set_num_threads(4)
+    seen: list[tuple[int, bool]] = []
+
+    def look(i: int) -> None:
+        seen.append((torch.get_num_threads(), torch.is_grad_enabled()))
+
     for count, share in ((2, 2), (8, 1), (1, 4)):
-        seen: list[tuple[int, bool]] = []
-        dropout_module.side_by_side(
-            lambda i: seen.append((torch.get_num_threads(), torch.is_grad_enabled())),
-            count,
-        )
+        seen.clear()
+        dropout_module.side_by_side(look, count)
         assert seen == [(share, False)] * count and torch.get_num_threads() == 4
 
     def fail(i: int) -> None:
