@@ -73,8 +73,18 @@ def num_params(model: Any) -> int:
 
 
 def _target(section: Mapping[str, Any], key: str) -> tuple[type, dict[str, Any]]:
+    base: type
+    if key == "task":
+        from lra.task import Task as base
+    else:
+        from torch.nn import Module as base
     knobs = dict(section)
-    return load_target(knobs.pop("_target_", None), key), knobs
+    path = knobs.pop("_target_", None)
+    target = load_target(path, key)
+    # A config may come from elsewhere, and must not call whatever it names.
+    if not (isinstance(target, type) and issubclass(target, base)):
+        raise ValueError(f"{key}._target_={path}: expected a class derived from {base.__name__}")
+    return target, knobs
 
 
 def _plain(value: Any) -> Any:

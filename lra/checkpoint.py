@@ -84,14 +84,28 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
-def load_latest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The newest readable state, or None, and a warning for each file that was passed over."""
+def best_path(folder: Path, step: int) -> Path:
+    """Where the weights of the best evaluation lie."""
+    return folder / f"best-{step:08d}.pt"
+
+
+def load_latest(
+    folder: Path, *, needs_best: bool = False
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest readable state, or None, and a warning for each file that was passed over.
+
+    With `needs_best` the weights that the state calls best have to be readable too.
+    """
     for stale in folder.glob(".*.tmp"):
         stale.unlink()
     warnings: list[str] = []
     for path in checkpoints(folder):
         try:
-            return read(path), warnings
+            state = read(path)
+            best_step = state["state"]["best_step"] if needs_best and "state" in state else 0
+            if best_step:
+                read(best_path(folder, best_step))
+            return state, warnings
         except ValueError as error:
             warnings.append(f"{error}; trying the one before it")
     return None, warnings

@@ -167,6 +167,8 @@ def run_program(main: Callable[[], Any]) -> None:
     # Threads that wait by spinning slow each other many times over when a core is shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _terminate)
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
         main()
@@ -178,6 +180,10 @@ def run_program(main: Callable[[], Any]) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
+        if type(error).__module__.startswith("yaml."):
+            fail(" ".join(str(error).split()))
+        if "srun" in str(error):
+            fail(f"hardware=slurm: {first_line(error)}; start it where Slurm's commands are")
         if not sweep_dirs:
             raise
         # Jobs catch their own errors, so this is a launcher's whose job was killed.

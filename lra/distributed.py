@@ -131,7 +131,9 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
         start_method="spawn",
     )  # fmt: skip
     assert context is not None
-    forwarded = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    forwarded = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        forwarded.append(signal.SIGHUP)
     received = set()
 
     def forward(number: int, _frame: object) -> None:

@@ -29,6 +29,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
 
 
+def check_writable(folder: Path, key: str) -> None:
+    """Make a folder and find out whether a file can be made in it.
+
+    Raises:
+        OSError: it cannot; names the folder and the config's key.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(f"{folder}: not writable ({reason}); choose another {key}") from None
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Replace a text file as a whole."""
     with replacing(path) as file:

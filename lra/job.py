@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lra.build import make_model, make_task, model_name, num_params, resolved
 from lra.config import LoggerConfig, RunConfig, config_hash, flatten
-from lra.files import write_atomically
+from lra.files import check_writable, write_atomically
 from lra.progress import Progress, duration, percent
 from lra.task import Dataset, Task, prepare
 from lra.weights import selected_weights
@@ -100,6 +100,9 @@ def run_job(
         why_not, baseline_params = compare(config, plain, reference, task, num_params(model))
         protocol = protocol_of(config, plain, reference, task, data)
         if is_main:
+            # Better now than after the training.
+            path = records.record_path(config.paths.results, task.name, name, run_id)
+            check_writable(path.parent, "paths.results")
             progress.log = run_dir / "run.log"
             write_atomically(run_dir / "config.yaml", _yaml(plain))
             _write_status(run_dir, "running", started_at)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +39,7 @@ from lra.task import Dataset
 
 UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
 CHECKPOINT_INTERVAL_S = 60.0
+PATIENCE_S = 2.0  # in which signals after the first count as the same one
 REMEDY = "lower train.lr, lengthen train.warmup_steps or set train.clip_norm"
 
 
@@ -124,7 +127,8 @@ def train(
     model.to(hardware.device)
     optimizer = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(hardware.device.type, enabled=hardware.config.precision == "fp16")
-    state = resume(folder, model, optimizer, scaler, identity, progress)
+    needs_best = cfg.selection == "best_val"
+    state = resume(folder, model, optimizer, scaler, identity, progress, needs_best=needs_best)
     forward: Any = hardware.parallel(model)
     if hardware.config.compile:
         forward = torch.compile(forward, dynamic=True)
@@ -191,7 +195,7 @@ def train(
                     state.best_step, state.best_accuracy = state.step, val.accuracy
                     if cfg.selection == "best_val" and is_main:
                         checkpoint.write(
-                            best_path(folder, state.step), {"model": model.state_dict()}
+                            checkpoint.best_path(folder, state.step), {"model": model.state_dict()}
                         )
                 write([{"split": "val"} | row])
                 progress.evaluation(row, best=state.best_step == state.step)
@@ -281,7 +285,7 @@ def train(
         save()  # a run that is killed from here on only has the test to repeat
         selected = state.best_step if cfg.selection == "best_val" else state.step
         if cfg.selection == "best_val":
-            model.load_state_dict(checkpoint.read(best_path(folder, selected))["model"])
+            model.load_state_dict(checkpoint.read(checkpoint.best_path(folder, selected))["model"])
         test = evaluate_on(data.test)
     row = next(r for r in state.curve if r["step"] == selected)
     return Result(state, selected, row["val_accuracy"], row["val_loss"], test, micro_batch_size)
@@ -328,13 +332,15 @@ def resume(
     scaler: torch.amp.GradScaler,
     identity: dict[str, Any],
     progress: Progress,
+    *,
+    needs_best: bool,
 ) -> State:
     """Load the newest readable checkpoint of this very run, or start anew.
 
     Raises:
         Refused: the checkpoint belongs to other settings or other data.
     """
-    saved, warnings = checkpoint.load_latest(folder)
+    saved, warnings = checkpoint.load_latest(folder, needs_best=needs_best)
     for warning in warnings:
         progress.say(f"warning: {warning}")
     if saved is None:
@@ -423,11 +429,6 @@ def append_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def best_path(folder: Path, step: int) -> Path:
-    """Where the weights of the best evaluation lie."""
-    return folder / f"best-{step:08d}.pt"
-
-
 def cut_metrics(path: Path, step: int) -> None:
     """Drop lines beyond `step`, which a resumed run writes again, and a half-written last line."""
     if not path.exists():
@@ -444,6 +445,7 @@ class _Stop:
     """Remembers the first signal; `check` turns it into an exception where that is safe."""
 
     requested: str | None = None
+    requested_at = 0.0
 
     def check(self) -> None:
         if self.requested:
@@ -452,22 +454,44 @@ class _Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[_Stop]:
-    """Catch SIGINT, SIGTERM, USR1 and USR2 (schedulers' warnings) once; later ones as usual."""
+    """Catch SIGINT, SIGTERM, a closed terminal's SIGHUP, and USR1 and USR2, schedulers' warnings.
+
+    The same wish often comes twice, to a group and from a parent, so repeats are left out at first,
+    and once the run has stopped SIGTERM and SIGHUP are ignored, so that the record can be written.
+    """
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
     before = {s: signal.getsignal(s) for s in signals}
+    if before[signal.SIGHUP] == signal.SIG_IGN:  # nohup: a closed terminal is no reason to stop
+        del before[signal.SIGHUP]
 
     def remember(number: int, _frame: object) -> None:
-        stop.requested = signal.Signals(number).name
-        signal.signal(number, before[signal.Signals(number)])
+        if number == signal.SIGHUP:
+            discard_output()
+        if stop.requested is None:
+            stop.requested, stop.requested_at = signal.Signals(number).name, time.monotonic()
+        elif time.monotonic() - stop.requested_at > PATIENCE_S:
+            signal.signal(number, before[signal.Signals(number)])
+            os.kill(os.getpid(), number)
 
-    for s in signals:
+    for s in before:
         signal.signal(s, remember)
     try:
         yield stop
     finally:
         for s, handler in before.items():
-            signal.signal(s, handler)
+            is_over = stop.requested and s in (signal.SIGTERM, signal.SIGHUP)
+            signal.signal(s, signal.SIG_IGN if is_over else handler)
+
+
+def discard_output() -> None:
+    """Writing to a terminal that is gone would fail; run.log has the lines."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                os.dup2(nowhere, stream)
+    os.close(nowhere)

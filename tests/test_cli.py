@@ -185,7 +185,7 @@ def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(
         time.sleep(0.002)
     process.kill()
     process.communicate()
-    assert not list((tmp_path / "killed").rglob("results"))
+    assert not list((tmp_path / "killed").glob("outputs/results/**/*.json"))
     code, out, err = call(tmp_path / "killed", *TINY)
     assert code == 0, err
     assert "resuming at step" in out
@@ -301,3 +301,54 @@ def test_the_vocabulary_does_not_depend_on_hash_seeds() -> None:
         for n in (1, 2, 3)
     }  # fmt: skip
     assert len(outs) == 1
+
+
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGTERM, signal.SIGTERM], [signal.SIGHUP], [signal.SIGINT, signal.SIGTERM]]
+)
+def test_signals_in_quick_succession_save_the_state_and_leave_a_record(
+    tmp_path: Path, signals: list[signal.Signals]
+) -> None:
+    process = start(tmp_path, *TINY, "train.num_steps=4000", "train.eval_every=4000")
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.02)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    record = read_record(tmp_path)
+    assert record.status == "interrupted" and signals[0].name in record.message
+    (status,) = tmp_path.glob("outputs/*/status.json")
+    assert json.loads(status.read_text())["status"] == "interrupted"
+
+
+def test_a_closed_terminal_does_not_stop_what_ignores_it(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        ["nohup", sys.executable, str(ROOT / "run.py"), *TINY, "train.num_steps=300"],
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+
+
+@pytest.mark.parametrize("target", ["subprocess.Popen", "os.system", "models.shape.Shape"])
+def test_only_classes_of_the_right_kind_are_called(tmp_path: Path, target: str) -> None:
+    for key, base in (("task", "Task"), ("model", "Module")):
+        code, _, err = call(tmp_path, *TINY, f"{key}._target_={target}")
+        assert code == 2 and f"{key}._target_={target}: expected a class derived from {base}" in err
+
+
+def test_a_yaml_tag_that_calls_something_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "conf/model").mkdir(parents=True)
+    text = "_target_: !!python/object/apply:os.system ['touch called']\n"
+    (tmp_path / "conf/model/evil.yaml").write_text(text)
+    code, _, err = call(tmp_path, "--config-dir", "conf", "model=evil")
+    assert code == 2 and "evil.yaml" in err and "Traceback" not in err
+    assert not (tmp_path / "called").exists()

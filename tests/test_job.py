@@ -328,3 +328,10 @@ def test_a_scheduler_gets_its_signal_back_once_the_record_is_written(
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert run(tmp_path).curve == run(tmp_path / "whole").curve
+
+
+def test_results_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "results").write_text("a file, not a folder")
+    with pytest.raises(OSError, match=r"not writable .* choose another paths\.results"):
+        run(tmp_path)
+    assert not list(tmp_path.glob("outputs/*/metrics.jsonl"))

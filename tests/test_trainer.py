@@ -559,3 +559,20 @@ print(*faults)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, *_, last = map(int, done.stdout.split())
     assert last < first / 10
+
+
+def test_a_state_whose_best_weights_are_damaged_is_passed_over(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    whole = run(tmp_path / "whole", data)
+    folder = tmp_path / "cut"
+    with pytest.raises(Interrupted):
+        run(folder, data, time_limit=1e-9)
+    run(folder, data)  # ended; now as if it had been cut with a damaged file of the best weights
+    saved = checkpoint.best_path(folder / "checkpoints", whole.step)
+    saved.write_bytes(saved.read_bytes()[:100])
+    state, warnings = checkpoint.load_latest(folder / "checkpoints", needs_best=True)
+    assert state is None or state["state"]["best_step"] != whole.step
+    assert any(saved.name in warning for warning in warnings)
+    again = run(folder, data)
+    assert again.test.accuracy == whole.test.accuracy and again.step == whole.step
+    assert checkpoint.read(saved)
