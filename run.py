@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from lra.cli import (
     CONFIGS,
-    EXIT_USAGE,
     compose_config,
     exit_codes,
     job_settings,
@@ -20,6 +19,7 @@ from lra.cli import (
     run_program,
     typed,
 )
+from lra.script import EXIT_USAGE
 from lra.sweep import Outcome, first_line, has_failed, note
 
 

@@ -65,6 +65,8 @@ def read(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if isinstance(error, pickle.UnpicklingError):  # PyTorch advises to run what is in it
+            reason = "damaged, or it holds other objects than weights, which are never loaded"
         raise ValueError(f"{path}: not a readable checkpoint ({reason})") from None
     if not isinstance(state, dict) or "model" not in state:
         raise ValueError(f"{path}: not a checkpoint of this program (no model weights in it)")

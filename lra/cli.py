@@ -16,19 +16,19 @@ from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, fill, flatten, nearest
+from lra.script import EXIT_INTERRUPTED, fail, unread
 from lra.sweep import Outcome, first_line, outcomes, summary
 from lra.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 75
 exit_codes: list[int] = []  # of the jobs that ended
 sweep_dirs: list[Path] = []  # of the sweep that this process launched
 
@@ -64,6 +64,13 @@ def explain(error: Exception, overrides: list[str]) -> str:
     several = next((o for o in overrides if re.match(r"(experiment|task|recipe)=\[", o)), None)
     if several:
         return f"{several}: a list, expected one choice; -m with commas runs one after the other"
+    if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
+        quoted = value.replace("'", "\\'")
+        return (
+            f"{error.override}: cannot be read as it stands; a value with brackets or other signs "
+            f"wants two pairs of quotes: \"{key}='{quoted}'\""
+        )
     if "hydra/launcher" in str(error):
         extra = "parallel" if "joblib" in str(error) else "slurm"
         return f"{str(error).splitlines()[0]}; pip install 'lra-harness[{extra}]' brings it"
@@ -172,6 +179,9 @@ def run_program(main: Callable[[], Any]) -> None:
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
         main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        unread()
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error, overrides))
     except (ValueError, OSError) as error:
@@ -197,12 +207,6 @@ def run_program(main: Callable[[], Any]) -> None:
         )
         sys.exit(1)
     sys.exit(max(exit_codes, default=0))
-
-
-def fail(message: str) -> None:
-    """Print an error and leave with the code for wrong input."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(EXIT_USAGE)
 
 
 def _terminate(_number: int, _frame: object) -> None:

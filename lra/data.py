@@ -206,6 +206,7 @@ class SplitWriter:
         return {
             "num_examples": len(labels),
             "truncated": self.truncated,
+            "empty": int((lengths == 0).sum()),
             "longest_source": self.longest,
             "label_histogram": np.bincount(labels, minlength=self.num_classes).tolist(),
             "length_percentiles": {

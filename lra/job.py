@@ -290,6 +290,8 @@ def _finished_record(
         return None
     try:
         record = records.load(path)
+    except records.Newer as error:
+        raise ValueError(f"{error}; update it or choose another paths.results") from None
     except ValueError as error:
         progress.say(f"warning: {error}; the run goes on and will replace it")
         return None

@@ -2,7 +2,7 @@
 
 Each is a mixer inside the same encoder (embedding, norms, feed-forward, pooling, head and sizes),
 so only the attention differs. Two are public packages, which the `bench` extra brings, used as they
-are published. None is given a mask: benchmarks have no padding.
+are published. Benchmarks have no padding, so only the textbook's attention heeds the mask.
 Shapes: B batch, L length, D d_model, H heads, K head dim, M landmarks.
 """
 
@@ -33,7 +33,7 @@ REFERENCES = {  # what `--check` also needs
 class TextbookAttention(nn.Module):
     """Softmax attention as textbooks write it: the [L, L] weights are formed, dropped and kept.
 
-    Source: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
+    Padding is hidden in the [L, L] scores, whether there is any or not. Source: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -44,12 +44,13 @@ class TextbookAttention(nn.Module):
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
 
-    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix all positions; [B, L, D]."""
         q_BHLK, k_BHLK, v_BHLK = rearrange(
             self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads
         )
         score_BHLL = q_BHLK @ k_BHLK.mT / math.sqrt(q_BHLK.shape[-1])
+        score_BHLL = score_BHLL.masked_fill(~mask_BL[:, None, None], -torch.inf)
         weight_BHLL = self.dropout(score_BHLL.softmax(dim=-1))
         return self.out(rearrange(weight_BHLL @ v_BHLK, "b h l k -> b l (h k)"))
 

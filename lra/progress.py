@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lra.files import append
+
 if TYPE_CHECKING:
     from lra.trainer import State
 
@@ -36,8 +38,7 @@ class Progress:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
         if self.log is not None:
-            with self.log.open("a", encoding="utf-8") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+            append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def evaluation(self, row: dict[str, Any], *, best: bool) -> None:
         """One line per evaluation."""

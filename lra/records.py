@@ -31,6 +31,10 @@ Z_99 = 2.326347874040841  # one-sided 99 % point of the normal distribution
 Status = Literal["completed", "at_chance", "diverged", "out_of_memory", "interrupted", "failed"]
 
 
+class Newer(ValueError):
+    """A record that a later version of this program wrote."""
+
+
 @dataclass(frozen=True)
 class SplitResult:
     """Accuracy is a fraction; `correct` is which examples were right, as packed bits in base64."""
@@ -137,7 +141,7 @@ def load(path: Path) -> Record:
 
     Raises:
         ValueError: not JSON, an unknown or missing field, a wrong type, or another schema version;
-            names the file and the field.
+            names the file and the field. `Newer`, if the version is above this program's.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -150,7 +154,8 @@ def load(path: Path) -> Record:
         values = MIGRATIONS[version](values)
         version = values["schema_version"]
     if version != SCHEMA_VERSION:
-        raise ValueError(
+        is_newer = isinstance(version, int) and version > SCHEMA_VERSION
+        raise (Newer if is_newer else ValueError)(
             f"{path}: schema_version={version}, but this program reads version {SCHEMA_VERSION}"
         )
     try:

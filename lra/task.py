@@ -7,6 +7,7 @@ A task is a dataclass that derives from `Task`: its fields are the keys of
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -23,7 +24,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from lra.data import ARRAYS, SplitWriter, TokenArrays, file_sha256
-from lra.files import write_atomically
+from lra.files import check_writable, write_atomically
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
@@ -165,7 +166,8 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
     content = hashlib.sha256()
     for name, file in zip(names, files, strict=True):
         content.update(f"{name}\t{file_sha256(file)}\n".encode(errors="surrogateescape"))
-    write_atomically(memo, content.hexdigest())
+    with contextlib.suppress(OSError):  # a ready cache may lie where nothing can be written
+        write_atomically(memo, content.hexdigest())
     return content.hexdigest()
 
 
@@ -202,7 +204,7 @@ def prepare(task: Task, cache_dir: Path, *, num_workers: int | None = None) -> D
 
     folder, fingerprint = cache_folder(task, cache_dir)
     if not (folder / "meta.json").is_file():
-        cache_dir.mkdir(parents=True, exist_ok=True)
+        check_writable(cache_dir, "paths.cache")
         with FileLock(f"{folder}.lock"):
             if not (folder / "meta.json").is_file():
                 _build(task, folder, fingerprint, num_workers or available_cores())
@@ -325,6 +327,9 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 if task.strict:
                     raise ValueError(f"{message}; raise it, or set task.strict=false to cut them")
                 print(f"  {message}; cut", file=sys.stderr)
+            if report["empty"]:
+                print(f"  task '{task.name}': {report['empty']} of the {split} sequences are empty",
+                      file=sys.stderr)  # fmt: skip
             report["skipped"] = task.skipped[split]
             meta["splits"][split] = report
         meta["seconds"] = round(time.monotonic() - started, 3)

@@ -30,7 +30,7 @@ from lra import checkpoint, distributed
 from lra.config import TrainConfig
 from lra.data import Batch, TokenArrays, train_batches
 from lra.evaluate import Metrics, evaluate
-from lra.files import write_atomically
+from lra.files import append, write_atomically
 from lra.hardware import Hardware
 from lra.optim import learning_rate, make_optimizer
 from lra.progress import Progress
@@ -425,8 +425,7 @@ def read_back(recent: list[Step], state: State) -> list[dict[str, Any]]:
 
 def append_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add lines to metrics.jsonl."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    append(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def cut_metrics(path: Path, step: int) -> None:

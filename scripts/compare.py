@@ -25,6 +25,7 @@ from lra.leaderboard import (  # noqa: E402
     why_left_out,
 )
 from lra.records import Record, load_all, unpack_correct  # noqa: E402
+from lra.script import run_script  # noqa: E402
 from lra.statistics import Comparison, compare  # noqa: E402
 
 
@@ -124,25 +125,21 @@ def main(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)
         return 0
-    try:
-        names = [w for w in words if "=" not in w.partition(":")[0]]
-        options = dict(w.partition("=")[::2] for w in words if w not in names)
-        if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe", "results"}:
-            raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
-        records, warnings = load_all(Path(options.get("results", "results")))
-        for warning in warnings:
-            print(f"warning: {warning}", file=sys.stderr)
-        known = {*TASKS, *(r.task for r in records)}
-        if options["task"] not in known:
-            raise ValueError(f"task={options['task']}: {nearest(options['task'], sorted(known))}")
-        fitting = [r for r in records if r.task == options["task"]
-                   and options.get("recipe") in (None, r.recipe)]  # fmt: skip
-        print(report((names[0], names[1]), [choose(fitting, name) for name in names]))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    names = [w for w in words if "=" not in w.partition(":")[0]]
+    options = dict(w.partition("=")[::2] for w in words if w not in names)
+    if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe", "results"}:
+        raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
+    records, warnings = load_all(Path(options.get("results", "results")))
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    known = {*TASKS, *(r.task for r in records)}
+    if options["task"] not in known:
+        raise ValueError(f"task={options['task']}: {nearest(options['task'], sorted(known))}")
+    fitting = [r for r in records if r.task == options["task"]
+               and options.get("recipe") in (None, r.recipe)]  # fmt: skip
+    print(report((names[0], names[1]), [choose(fitting, name) for name in names]))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_script(lambda: main(sys.argv[1:]))

@@ -15,12 +15,14 @@ import os
 import sys
 from pathlib import Path
 
-from lra.build import make_task
-from lra.cli import EXIT_USAGE, compose_config, explain, typed
-from lra.tasks.pathfinder import Pathfinder, export
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lra.build import make_task  # noqa: E402
+from lra.cli import compose_config, run_program, typed  # noqa: E402
+from lra.tasks.pathfinder import Pathfinder, export  # noqa: E402
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,26 +37,18 @@ def main() -> int:
     )
     arguments = parser.parse_intermixed_args()
     overrides = ["task=pathfinder", "task.source=generated", *arguments.settings]
-    try:
-        task = make_task(typed(compose_config(overrides)))
-        if not isinstance(task, Pathfinder):
-            raise ValueError(f"task={task.name}: expected pathfinder or pathx")
-        level = export(
-            task,
-            arguments.folder,
-            truth=arguments.truth,
-            pictures_per_batch=arguments.batch,
-            num_workers=arguments.workers,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except Exception as error:  # what the composition refused
-        print(f"error: {explain(error, overrides)}", file=sys.stderr)
-        return EXIT_USAGE
+    task = make_task(typed(compose_config(overrides)))
+    if not isinstance(task, Pathfinder):
+        raise ValueError(f"task={task.name}: expected pathfinder or pathx")
+    level = export(
+        task,
+        arguments.folder,
+        truth=arguments.truth,
+        pictures_per_batch=arguments.batch,
+        num_workers=arguments.workers,
+    )
     print(f"{sum(task.sizes.values()):,} pictures in {level}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

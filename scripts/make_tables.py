@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lra import benchmarks, figures, leaderboard, papers, records, report, tables  # noqa: E402
+from lra.script import run_script  # noqa: E402
 
 FIGURE_TITLES = {
     "accuracy_speed": "Test accuracy against training speed and memory, by task",
@@ -21,8 +22,8 @@ FIGURE_TITLES = {
 
 def generate(
     results: Path, options: leaderboard.Options, with_figures: bool, say: Callable[[str], None]
-) -> dict[Path, bytes]:
-    """Every generated file and its content."""
+) -> tuple[dict[Path, bytes], list[str]]:
+    """Every generated file and its content, and which records could not be read."""
     runs, warnings = records.load_all(results)
     bench, more = benchmarks.load_benchmarks(results)
     published = leaderboard.load_published(_own_or_ours(results, "published.csv"))
@@ -72,7 +73,7 @@ def generate(
         else:
             contents[readme] = text.encode()
     say(f"{len(runs)} records, {len(board.rows)} rows in the main table")
-    return contents
+    return contents, skipped
 
 
 def _own_or_ours(results: Path, name: str) -> Path:
@@ -98,24 +99,22 @@ def main() -> int:
     parser.add_argument("--no-published", action="store_true", help="leave out published rows")
     parser.add_argument("--no-figures", action="store_true", help="leave figures as they are")
     parser.add_argument("--check", action="store_true",
-                        help="write nothing; name stale files, exit with 1 if any")  # fmt: skip
+                        help="write nothing; exit with 1 if a file is stale or a record bad")  # fmt: skip
     args = parser.parse_args()
-    try:
-        options = leaderboard.Options(
-            recipe=args.recipe, tasks=tuple(args.task or ()), average=args.average,
-            min_seeds=args.min_seeds, include_reduced=args.include_reduced,
-            published=not args.no_published,
-        )  # fmt: skip
-        files = generate(args.results, options, not args.no_figures, print)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    options = leaderboard.Options(
+        recipe=args.recipe, tasks=tuple(args.task or ()), average=args.average,
+        min_seeds=args.min_seeds, include_reduced=args.include_reduced,
+        published=not args.no_published,
+    )  # fmt: skip
+    files, skipped = generate(args.results, options, not args.no_figures, print)
     stale = [path for path, content in files.items()
              if not path.exists() or path.read_bytes() != content]  # fmt: skip
     if args.check:
         for path in stale:
             print(f"stale: {path}; run: python scripts/make_tables.py")
-        return 1 if stale else 0
+        for complaint in skipped:
+            print(f"bad record: {complaint}")
+        return 1 if stale or skipped else 0
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -126,4 +125,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -24,10 +24,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.build import make_task  # noqa: E402
-from lra.cli import CONFIGS, EXIT_USAGE, compose_config, explain, typed  # noqa: E402
+from lra.cli import CONFIGS, compose_config, explain, run_program, typed  # noqa: E402
 from lra.config import nearest  # noqa: E402
 from lra.data import ARRAYS  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
+from lra.script import EXIT_USAGE  # noqa: E402
 from lra.task import SPLITS, Dataset, Task, prepare, verify  # noqa: E402
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
@@ -76,6 +77,8 @@ def main() -> int:
             show_report(reports[name])
             if arguments.show:
                 show_examples(task, dataset, arguments.show)
+        except BrokenPipeError:
+            raise
         except (ValueError, OSError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
             reports[name], failed = {"error": str(error)}, EXIT_USAGE
@@ -122,7 +125,8 @@ def show_report(facts: dict[str, Any]) -> None:
         print(
             f"  {split:<6}{values['num_examples']:>9,} examples  "
             f"length {lengths['0']} / {lengths['50']} / {lengths['100']} (min / median / max)  "
-            f"cut {values['truncated']}  skipped {len(values['skipped'])}  "
+            f"cut {values['truncated']}  empty {values.get('empty', 0)}  "
+            f"skipped {len(values['skipped'])}  "
             f"{values['bytes'] / 2**20:,.1f} MiB"
         )
         print(f"        labels {values['label_histogram']}")
@@ -187,4 +191,4 @@ def show_examples(task: Task, dataset: Dataset, count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(lambda: sys.exit(main()))

@@ -25,6 +25,7 @@ from lra.files import write_atomically  # noqa: E402
 from lra.leaderboard import finished  # noqa: E402
 from lra.progress import percent  # noqa: E402
 from lra.records import Record, load, load_all, problems  # noqa: E402
+from lra.script import run_script  # noqa: E402
 
 
 def list_records(results: Path, filters: list[str]) -> str:
@@ -142,25 +143,21 @@ def main() -> int:
     needed = {"show": 1, "diff": 2, "merge": 1}.get(args.command)
     if needed is not None and len(words) != needed:
         parser.error(f"{args.command}: expected {needed} argument(s), got {len(words)}")
-    try:
-        if args.command == "list":
-            print(list_records(results, words))
-        elif args.command == "show":
-            print(show(load(find(results, words[0]))))
-        elif args.command == "diff":
-            print(diff(*(load(find(results, w)) for w in words)))
-        elif args.command == "merge":
-            print(merge(results, Path(words[0])))
-        else:
-            paths = [Path(w) for w in words] or sorted((results / "runs").glob("*/*/*.json"))
-            complaints = validate(paths)
-            print("\n".join([*complaints, f"{len(paths)} files, {len(complaints)} complaints"]))
-            return 1 if complaints else 0
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.command == "list":
+        print(list_records(results, words))
+    elif args.command == "show":
+        print(show(load(find(results, words[0]))))
+    elif args.command == "diff":
+        print(diff(*(load(find(results, w)) for w in words)))
+    elif args.command == "merge":
+        print(merge(results, Path(words[0])))
+    else:
+        paths = [Path(w) for w in words] or sorted((results / "runs").glob("*/*/*.json"))
+        complaints = validate(paths)
+        print("\n".join([*complaints, f"{len(paths)} files, {len(complaints)} complaints"]))
+        return 1 if complaints else 0
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

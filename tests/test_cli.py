@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def timeless(record: records.Record) -> dict[str, object]:
         ("hardware.device=tpu", ["hardware.device='tpu'", "cuda"]),
         ("hardware.precision=fp16", ["hardware.precision=fp16", "CPU"]),
         ("seed=1,2", ["--multirun"]),
+        ("task.path=/x[1]/y", ["cannot be read as it stands", "\"task.path='/x[1]/y'\""]),
         ("train.warmup_steps=9000", ["train.warmup_steps=9000", "5000"]),
         (
             "model._target_=models.luna.Lunna",
@@ -102,6 +104,13 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
     for text in expected:
         assert text in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("srun") is not None, reason="this machine has Slurm")
+def test_slurm_without_its_commands_is_one_message(tmp_path: Path) -> None:
+    code, _, err = call(tmp_path, "-m", "hardware=slurm", *TINY)
+    assert code == 2 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("error: hardware=slurm: ") and "srun" in err
 
 
 def test_hardware_gpu_without_one_is_refused(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lra.data import Batch, TokenArrays, epoch_order, eval_batches, train_batches
+from lra.files import append
 from lra.task import fingerprint_files, prepare, stratified, verify
 from tests.toy import SIZES, Toy, toy_data
 
@@ -117,6 +118,35 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
         toy_data(tmp_path, sizes={"train": 3, "val": 0, "test": 1})
 
 
+def test_empty_sequences_are_counted_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {split: [(b"\1", 0), (b"", 1), (b"", 0)] for split in SIZES}
+    data = toy_data(tmp_path, rows=rows)
+    assert [data.meta["splits"][split]["empty"] for split in SIZES] == [2, 2, 2]
+    assert "2 of the train sequences are empty" in capsys.readouterr().err
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    with pytest.raises(OSError, match=rf"{tmp_path / 'cache'}: not writable .*paths\.cache"):
+        toy_data(tmp_path)
+
+
+def test_a_ready_cache_is_opened_where_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lra.task
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(lra.task, "write_atomically", refuse)
+    source = tmp_path / "source.txt"
+    source.write_text("content")
+    assert len(fingerprint_files([source], tmp_path / "cache")) == 64
+
+
 def _prepare(folder: str) -> str:
     return str(toy_data(Path(folder)).folder)
 
@@ -215,6 +245,12 @@ def test_opening_a_cache_maps_the_tokens(tmp_path: Path) -> None:
     assert isinstance(data.train.tokens, np.memmap)
     assert data.train.tokens.dtype == np.uint8
     assert isinstance(TokenArrays(data.folder / "val", 1, 12), TokenArrays)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+def test_a_full_disk_is_told_with_the_file() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        append(Path("/dev/full"), "a line\n")
 
 
 @pytest.mark.skipif(

@@ -231,6 +231,16 @@ def test_a_finished_run_on_other_data_is_not_passed_off(
         run(tmp_path)
 
 
+def test_a_record_of_a_newer_program_is_never_replaced(tmp_path: Path) -> None:
+    first = run(tmp_path)
+    path = records.record_path(tmp_path / "results", first.task, first.model, first.run_id)
+    path.write_text(path.read_text().replace('"schema_version": 1,', '"schema_version": 2,'))
+    newer = path.read_bytes()
+    with pytest.raises(ValueError, match=rf"{path}: schema_version=2, .*paths\.results"):
+        run(tmp_path)
+    assert path.read_bytes() == newer
+
+
 def test_correctness_bits_round_trip() -> None:
     correct = np.random.default_rng(0).random(21) < 0.5
     text = records.pack_correct(correct)

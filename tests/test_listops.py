@@ -645,6 +645,17 @@ def test_faulty_file_names_file_line_and_fault(
         list(ListOps(data_dir=tmp_path).examples(split))
 
 
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_files(tmp_path, ["7"]) / "basic_train.tsv"
+    file.write_bytes(GOOD + b"[MAX 3 4 ]\t4\n" * 700 + b"[MAX " + b"1 " * 30 + b"]\t1\n")
+    assert len(list(read_tsv(file))) == 702
+    monkeypatch.setattr("lra.tasks.listops.MAX_LINE_BYTES", 64)
+    with pytest.raises(ValueError, match=f"^{file}, line 703: more than 64 bytes"):
+        list(read_tsv(file))
+
+
 def test_a_fault_is_the_same_with_several_processes(tmp_path: Path) -> None:
     file = tmp_path / "basic_train.tsv"
     file.write_bytes(GOOD + b"[MAX 3 4 ]\t4\n" * 900 + b"[MAX 3 4 ]\t5\n" * 2000)

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar, Literal
 
 import numpy as np
 
@@ -50,6 +50,7 @@ GENERATOR_KEYS = (
 FILES = tuple(f"basic_{split}.tsv" for split in SPLITS)
 HEADER = b"Source\tTarget"
 LINES_PER_CHUNK = 512
+MAX_LINE_BYTES = 4 << 20  # the longest released row has some 14 thousand
 # The release nests its folder; people flatten or rename it.
 FOLDERS = (
     "lra_release/lra_release/listops-1000",
@@ -352,14 +353,15 @@ def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]
         ValueError: a faulty file or row; names file, line and what was expected.
     """
     with file.open("rb") as stream:
-        header = stream.readline()
+        header = stream.readline(MAX_LINE_BYTES)
         if not header:
             raise ValueError(f"{file}: empty, expected the header Source<TAB>Target and rows")
         if header.rstrip(b"\r\n") != HEADER:
             raise ValueError(
                 f"{file}: the first line is {_show(header)}, expected the header Source<TAB>Target"
             )
-        chunks = iter(lambda: list(itertools.islice(stream, LINES_PER_CHUNK)), [])
+        lines = _lines(stream, file)
+        chunks = iter(lambda: list(itertools.islice(lines, LINES_PER_CHUNK)), [])
         jobs = ((str(file), 2 + i * LINES_PER_CHUNK, lines) for i, lines in enumerate(chunks))
         num_rows = 0
         for rows in map_in_order(_check_lines, jobs, num_workers):
@@ -367,6 +369,16 @@ def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]
             yield from rows
     if not num_rows:
         raise ValueError(f"{file}: has a header but no rows")
+
+
+def _lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
+    for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=2):
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"{file}, line {number}: more than {MAX_LINE_BYTES:,} bytes, expected an "
+                "expression and its value"
+            )
+        yield line
 
 
 def _values(source: bytes) -> bytes:

@@ -1,0 +1,35 @@
+"""Scripts whose reader has gone, such as `head`, end at once, without a word and nothing broken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "records.py list",
+        "make_tables.py --check --no-figures",
+        "inspect_model.py model=luna --lengths=64",
+        "prepare_data.py task=text task.source=synthetic",
+        "compare.py --help",
+    ],
+)
+def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
+    script, *words = command.split()
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / script), *words],
+        cwd=tmp_path, stdout=write_end, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(write_end)
+    assert done.returncode == 141
+    assert "rror" not in done.stderr and "Traceback" not in done.stderr
