@@ -86,7 +86,8 @@ def run_job(
     distributed.join(hardware.device.type)
 
     from lra import records
-    from lra.trainer import Diverged, Interrupted, Refused, is_out_of_memory, train
+    from lra.stopping import Interrupted
+    from lra.trainer import Diverged, Refused, is_out_of_memory, train
 
     is_main = distributed.is_main()
     progress = Progress(quiet=not is_main)

@@ -33,7 +33,8 @@ REFERENCES = {  # what `--check` also needs
 class TextbookAttention(nn.Module):
     """Softmax attention as textbooks write it: the [L, L] weights are formed, dropped and kept.
 
-    Padding is hidden in the [L, L] scores, whether there is any or not. Source: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
+    Padding is hidden in the [L, L] scores, whether there is any or not.
+    Source: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
     """
 
     def __init__(self, shape: Shape) -> None:

@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--no-published", action="store_true", help="leave out published rows")
     parser.add_argument("--no-figures", action="store_true", help="leave figures as they are")
     parser.add_argument("--check", action="store_true",
-                        help="write nothing; exit 1 if a file is stale or a record bad")  # fmt: skip
+                        help="write nothing; exit 1 for a stale file or bad record")  # fmt: skip
     args = parser.parse_args()
     options = leaderboard.Options(
         recipe=args.recipe, tasks=tuple(args.task or ()), average=args.average,

@@ -582,7 +582,7 @@ def test_a_packed_release_is_named(tmp_path: Path, name: str) -> None:
     with tarfile.open(archive, "w:gz" if name.endswith("gz") else "w") as tar:
         tar.add(tmp_path / "packed" / "lra_release", "lra_release")
     for settings in ({}, {"source": "files"}, {"path": str(archive)}):
-        with pytest.raises(ValueError, match=f"{archive} is a tar archive; unpack it") as error:
+        with pytest.raises(ValueError, match=f"{archive} is an archive; unpack it") as error:
             ListOps(data_dir=archive.parent, **settings).source_files()
     # The advice works as it stands.
     command = re.search("`(.+)`", str(error.value))

@@ -24,7 +24,8 @@ from lra.cli import CONFIGS, compose_config, typed
 from lra.config import HardwareConfig
 from lra.evaluate import evaluate
 from lra.hardware import Hardware
-from lra.trainer import Diverged, Interrupted, is_out_of_memory
+from lra.stopping import Interrupted
+from lra.trainer import Diverged, is_out_of_memory
 from tests.toy import SIZES, ToyModel, run, toy_data
 
 ROOT = Path(__file__).resolve().parent.parent

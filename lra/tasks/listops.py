@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import filecmp
 import itertools
-import tarfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Literal
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from lra.task import SPLITS, Example, Task
+from lra.task import SPLITS, Example
+from lra.tasks.generated import GeneratedTask
 from lra.tasks.listops_generator import (
     CLOSE,
     GENERATOR_VERSION,
@@ -59,7 +59,6 @@ FOLDERS = (
     "listops",
     "",
 )
-ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
 
 _TO_VALUE = {symbol.encode(): value for value, symbol in enumerate(SYMBOLS)}
 _DROP_ROUND = bytes.maketrans(b"()", b"  ")
@@ -67,11 +66,8 @@ _LABELS = {str(digit).encode(): digit for digit in range(10)}
 
 
 @dataclass(kw_only=True)
-class ListOps(Task):
+class ListOps(GeneratedTask):
     """ListOps from the released files, from our generator, or as a synthetic stand-in.
-
-    `source=auto` takes files if any lie under `data_dir` (or at `path`), else generates; the
-    printed source and the record's `kind` say which.
 
     The synthetic stand-in is not ListOps: it takes the generator's trees (same symbols, lengths and
     nesting), overwrites half of the digits, chosen at random, with one digit per example, and asks
@@ -86,41 +82,16 @@ class ListOps(Task):
     num_classes: ClassVar[int] = 10
     num_values: ClassVar[int] = len(SYMBOLS)
     official_sizes: ClassVar[dict[str, int]] = {"train": 96_000, "val": 2_000, "test": 2_000}
-    synthetic_sizes: ClassVar[dict[str, int]] = {"train": 2_000, "val": 200, "test": 200}
 
     max_length: int = 2000
-    source: Literal["auto", "files", "generated", "synthetic"] = "auto"
-    path: str | None = None
-    num_train: int | None = None
-    num_val: int | None = None
-    num_test: int | None = None
     min_tree_length: int = ORIGINAL.min_tree_length
     max_tree_length: int = ORIGINAL.max_tree_length
     max_depth: int = ORIGINAL.max_depth
     max_args: int = ORIGINAL.max_args
-    generator_seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source not in ("auto", "files", "generated", "synthetic"):
-            raise ValueError(
-                f"task.source={self.source}: expected auto, files, generated or synthetic"
-            )
-        if self.path is not None and self.source in ("generated", "synthetic"):
-            raise ValueError(
-                f"task.path={self.path} names files, but task.source={self.source} reads none; "
-                "drop one of them"
-            )
-        for key in ("num_train", "num_val", "num_test"):
-            value = getattr(self, key)
-            if value is not None and value < 1:
-                raise ValueError(f"task.{key}={value}: expected at least 1, or null for the usual")
-        for key, lowest in (
-            ("min_tree_length", 0),
-            ("max_depth", 1),
-            ("max_args", 2),
-            ("generator_seed", 0),
-        ):
+        for key, lowest in (("min_tree_length", 0), ("max_depth", 1), ("max_args", 2)):
             if getattr(self, key) < lowest:
                 raise ValueError(f"task.{key}={getattr(self, key)}: expected at least {lowest}")
         if self.max_tree_length < self.min_tree_length + 2:
@@ -131,22 +102,14 @@ class ListOps(Task):
             )
 
     @property
-    def kind(self) -> Literal["files", "generated", "synthetic"]:
-        """`source` with `auto` decided: files where there are any, else generated."""
-        if self.source != "auto":
-            return self.source
-        return "files" if self.path is not None or self._folder is not None else "generated"
+    def has_files(self) -> bool:
+        """Whether any of the three files is there."""
+        return self._folder is not None
 
     @property
     def limits(self) -> Limits:
         """The generator's limits."""
         return Limits(self.min_tree_length, self.max_tree_length, self.max_depth, self.max_args)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Examples per split that the generator makes."""
-        usual = self.synthetic_sizes if self.kind == "synthetic" else self.official_sizes
-        return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
 
     def deviations(self) -> list[str]:
         """How generated expressions are drawn otherwise than the original's; sizes apart."""
@@ -199,14 +162,12 @@ class ListOps(Task):
             ValueError: a key of the generator is set although files are read.
         """
         if self.kind == "files":
-            for key in fields(self):
-                value = getattr(self, key.name)
-                if key.name in GENERATOR_KEYS and value != key.default:
-                    raise ValueError(
-                        f"task.{key.name}={value} is for generated data, but the source is "
-                        f"{self.describe_source()}; set task.source=generated, or to use a part of "
-                        "the files task.limit_train, limit_val, limit_test"
-                    )
+            self.refuse_keys(
+                GENERATOR_KEYS,
+                "for generated data",
+                "set task.source=generated, or to use a part of the files task.limit_train, "
+                "limit_val, limit_test",
+            )
             return {"source": "files", "reader": READER_VERSION}
         return {
             "source": self.kind,
@@ -265,7 +226,7 @@ class ListOps(Task):
         }
         folders = list(found.values())
         if not folders:
-            self._refuse_archive()
+            self.refuse_archive(self._root, f"a folder with {', '.join(FILES)}, or one of these")
             return None
         for other in folders[1:]:
             _, differing, missing = filecmp.cmpfiles(folders[0], other, FILES, shallow=False)
@@ -275,24 +236,6 @@ class ListOps(Task):
                     f"{', '.join(differing + missing)}; set task.path to the folder to use"
                 )
         return folders[0]
-
-    def _refuse_archive(self) -> None:
-        """Raise if the release lies there packed, or if `path` is some other file."""
-        root = self._root
-        folders = (root, root / "lra_release")
-        for file in [root, *(folder / name for folder in folders for name in ARCHIVES)]:
-            if file.is_file() and tarfile.is_tarfile(file):
-                # The archive's own folder is called lra_release; a file of that name is in its way.
-                rename = f"mv {file} {file}.tar && " if file.name == "lra_release" else ""
-                packed = f"{file}.tar" if rename else file
-                raise ValueError(
-                    f"task 'listops': {file} is a tar archive; unpack it with "
-                    f"`{rename}tar xf {packed} -C {file.parent}`, or set task.source=generated"
-                )
-        if root.is_file():
-            raise ValueError(
-                f"task.path={self.path}: expected a folder with {', '.join(FILES)}, or one of these"
-            )
 
 
 def encode(text: str) -> np.ndarray:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,8 +20,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.files import replacing
-from lra.task import SPLITS, Example, Task
-from lra.tasks.archives import is_archive
+from lra.task import SPLITS, Example
+from lra.tasks.generated import GeneratedTask
 from lra.tasks.pathfinder_files import (
     NAMES_SHOWN,
     Index,
@@ -40,7 +40,6 @@ LEVELS = {
 }
 # The release nests its folder; people flatten it.
 PREFIXES = ("lra_release/lra_release", "lra_release", "", "pathfinder")
-ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
 
 GENERATOR_VERSION = 1  # raise it when the generator's pictures change; part of the cache's name
 READER_VERSION = 1  # likewise when the same files give other examples
@@ -51,11 +50,8 @@ PICTURES_PER_JOB = 256  # of a process; a kill loses the jobs that are not done
 
 
 @dataclass(kw_only=True)
-class Pathfinder(Task):
+class Pathfinder(GeneratedTask):
     """Pathfinder from the released files, from our generator, or as a synthetic stand-in.
-
-    `source=auto` takes files if there are any of this size and level, else generates; the printed
-    source and the record's `kind` say which.
 
     The release has no splits. Test and validation are a tenth each of the listed pictures, those
     with the lowest hashes of `split_seed` and path within the level's folder; so neither the run's
@@ -75,29 +71,19 @@ class Pathfinder(Task):
     num_classes: ClassVar[int] = 2
     num_values: ClassVar[int] = 256
     official_sizes: ClassVar[dict[str, int]] = {"train": 160_000, "val": 20_000, "test": 20_000}
-    synthetic_sizes: ClassVar[dict[str, int]] = {"train": 2_000, "val": 200, "test": 200}
+    largest_split: ClassVar[int] = SPLIT_STRIDE
 
     resolution: Literal[32, 64, 128, 256] = 32
     max_length: int = 1024
     difficulty: Literal["easy", "intermediate", "hard"] = "hard"
-    source: Literal["auto", "files", "generated", "synthetic"] = "auto"
-    path: str | None = None
     split_seed: int = 0
-    num_train: int | None = None
-    num_val: int | None = None
-    num_test: int | None = None
     num_distractors: int | None = None
-    generator_seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.difficulty not in LEVELS:
             raise ValueError(
                 f"task.difficulty={self.difficulty}: expected easy, intermediate or hard"
-            )
-        if self.source not in ("auto", "files", "generated", "synthetic"):
-            raise ValueError(
-                f"task.source={self.source}: expected auto, files, generated or synthetic"
             )
         if self.resolution not in (32, 64, 128, 256):
             raise ValueError(f"task.resolution={self.resolution}: expected 32, 64, 128 or 256")
@@ -106,20 +92,8 @@ class Pathfinder(Task):
                 f"task.max_length={self.max_length}: expected {self.resolution**2}, the pixels of "
                 f"a picture with task.resolution={self.resolution}"
             )
-        if self.path is not None and self.source in ("generated", "synthetic"):
-            raise ValueError(
-                f"task.path={self.path} names files, but task.source={self.source} reads none; "
-                "drop one of them"
-            )
-        for key in ("num_train", "num_val", "num_test"):
-            value = getattr(self, key)
-            if value is not None and not 1 <= value <= SPLIT_STRIDE:
-                raise ValueError(
-                    f"task.{key}={value}: expected 1 to {SPLIT_STRIDE}, or null for the usual"
-                )
-        for key in ("split_seed", "generator_seed"):
-            if not 0 <= getattr(self, key) < 2**63:
-                raise ValueError(f"task.{key}={getattr(self, key)}: expected 0 to 2**63 - 1")
+        if not 0 <= self.split_seed < 2**63:
+            raise ValueError(f"task.split_seed={self.split_seed}: expected 0 to 2**63 - 1")
         if self.num_distractors is not None and not 0 <= self.num_distractors <= 255:
             raise ValueError(
                 f"task.num_distractors={self.num_distractors}: expected 0 to 255, or null for the "
@@ -132,11 +106,9 @@ class Pathfinder(Task):
         return self.resolution, self.resolution
 
     @property
-    def kind(self) -> Literal["files", "generated", "synthetic"]:
-        """`source` with `auto` decided: files where there are any, else generated."""
-        if self.source != "auto":
-            return self.source
-        return "files" if self.path is not None or self._folder is not None else "generated"
+    def has_files(self) -> bool:
+        """Whether there is a folder of this size and level."""
+        return self._folder is not None
 
     @property
     def params(self) -> PathfinderParams:
@@ -144,18 +116,12 @@ class Pathfinder(Task):
         return params_for(self.resolution, self.difficulty, self.num_distractors)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Examples per split that are made, unless files are read."""
-        usual = self.synthetic_sizes if self.kind == "synthetic" else self.official_sizes
-        return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
-
-    @property
     def protocol(self) -> dict[str, Any]:
         """The level, and what else is not as usual."""
         options = {
             key: getattr(self, key)
             for key in ("resolution", "num_distractors", "split_seed")
-            if getattr(self, key) != self._default(key)
+            if getattr(self, key) != self.default(key)
         }
         return {"validation": "val", "difficulty": self.difficulty, **options}
 
@@ -164,9 +130,9 @@ class Pathfinder(Task):
         if self.kind == "synthetic":
             return []
         found = [
-            f"task.{key}={getattr(self, key)} (benchmark: {self._default(key)})"
+            f"task.{key}={getattr(self, key)} (benchmark: {self.default(key)})"
             for key in ("resolution", "difficulty")
-            if getattr(self, key) != self._default(key)
+            if getattr(self, key) != self.default(key)
         ]
         usual = params_for(self.resolution, self.difficulty).num_distractors
         if self.params.num_distractors != usual:
@@ -201,7 +167,7 @@ class Pathfinder(Task):
             ValueError: a key is set that this source does not read.
         """
         if self.kind == "files":
-            self._refuse_keys(
+            self.refuse_keys(
                 GENERATOR_KEYS,
                 "for generated data",
                 "set task.source=generated, or to use a part of the files task.limit_train, "
@@ -214,7 +180,7 @@ class Pathfinder(Task):
                 "split_seed": self.split_seed,
             }
         sizes = {f"num_{split}": size for split, size in self.sizes.items()}
-        self._refuse_keys(("split_seed",), "for files", "set task.generator_seed instead")
+        self.refuse_keys(("split_seed",), "for files", "set task.generator_seed instead")
         if self.kind == "generated":
             return {
                 "source": "generated",
@@ -223,7 +189,7 @@ class Pathfinder(Task):
                 **asdict(self.params),
                 **sizes,
             }
-        self._refuse_keys(("num_distractors",), "for generated data", "drop it")
+        self.refuse_keys(("num_distractors",), "for generated data", "drop it")
         return {
             "source": "synthetic",
             "version": STAND_IN_VERSION,
@@ -251,17 +217,6 @@ class Pathfinder(Task):
         shades = np.frombuffer(b" .:-=+*#%@", np.uint8)[values.astype(int) * 10 // 256]
         side = self.resolution
         return "\n".join(bytes(shades[i : i + side]).decode() for i in range(0, len(shades), side))
-
-    def _default(self, key: str) -> Any:
-        return next(field.default for field in fields(self) if field.name == key)
-
-    def _refuse_keys(self, keys: tuple[str, ...], purpose: str, remedy: str) -> None:
-        for key in keys:
-            if getattr(self, key) != self._default(key):
-                raise ValueError(
-                    f"task.{key}={getattr(self, key)} is {purpose}, but the source is "
-                    f"{self.describe_source()}; {remedy}"
-                )
 
     # --- generated ---
 
@@ -371,27 +326,10 @@ class Pathfinder(Task):
                 "folder to use"
             )
         if not found:
-            self._refuse_archive()
-        return next(iter(found.values()), None)
-
-    def _refuse_archive(self) -> None:
-        """Raise if the release lies there packed, or if `path` is some other file."""
-        root = self._root
-        folders = (root, root / "lra_release")
-        for file in [root, *(folder / name for folder in folders for name in ARCHIVES)]:
-            if is_archive(file):
-                # The archive's own folder is called lra_release; a file of that name is in its way.
-                rename = f"mv {file} {file}.tar && " if file.name == "lra_release" else ""
-                packed = f"{file}.tar" if rename else file
-                raise ValueError(
-                    f"task '{self.name}': {file} is an archive; unpack it with "
-                    f"`{rename}tar xf {packed} -C {file.parent}`, or set task.source=generated"
-                )
-        if root.is_file():
-            raise ValueError(
-                f"task.path={self.path}: expected a folder with metadata and imgs, or one that has "
-                f"{self._level_name}"
+            self.refuse_archive(
+                root, f"a folder with metadata and imgs, or one that has {self._level_name}"
             )
+        return next(iter(found.values()), None)
 
 
 @dataclass(kw_only=True)
