@@ -19,6 +19,7 @@ from lra.cli import (
     run_program,
     typed,
 )
+from lra.files import Unwritable
 from lra.script import EXIT_USAGE
 from lra.sweep import Outcome, first_line, has_failed, note
 
@@ -33,6 +34,9 @@ def main(cfg: DictConfig) -> None:
         print(f"error: {error}", file=sys.stderr, flush=True)
         status = "busy" if type(error).__name__ == "Busy" else "refused"
         outcome = Outcome(settings.number, status, EXIT_USAGE, message=first_line(error))
+    except Unwritable as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        outcome = Outcome(settings.number, "failed", 1, message=first_line(error))
     except Exception as error:
         traceback.print_exc()
         outcome = Outcome(settings.number, "failed", 1, message=first_line(error))

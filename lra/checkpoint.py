@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import random
 import re
@@ -49,10 +50,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, file)
     except RuntimeError as error:  # how torch reports a failed write
         free = shutil.disk_usage(path.parent).free >> 20
-        raise OSError(
-            f"{path}: checkpoint not written, {free} MiB free there ({error}); the one before "
-            "it is whole, so the same command resumes once there is space"
-        ) from error
+        raise OSError(errno.ENOSPC, f"{free} MiB free there", str(path)) from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -109,7 +107,7 @@ def load_latest(
                 read(best_path(folder, best_step))
             return state, warnings
         except ValueError as error:
-            warnings.append(f"{error}; trying the one before it")
+            warnings.append(f"{path.name} is passed over: {error}")
     return None, warnings
 
 

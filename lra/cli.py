@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from hydra import compose, initialize_config_dir
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -31,6 +33,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
 exit_codes: list[int] = []  # of the jobs that ended
 sweep_dirs: list[Path] = []  # of the sweep that this process launched
+sweep_sizes: list[int] = []  # its number of jobs
 
 
 def typed(cfg: DictConfig) -> RunConfig:
@@ -150,8 +153,9 @@ class SweepSummary(Callback):
     """Hydra calls this around the jobs of a sweep, whatever launches them."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Remember where the jobs leave their outcomes."""
+        """Check all jobs before the first starts; remember where they leave their outcomes."""
         sweep_dirs.append(Path(config.hydra.sweep.dir))
+        sweep_sizes.append(check_jobs(list(config.hydra.overrides.task)))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print how each job ended and keep the worst exit code."""
@@ -162,8 +166,34 @@ class SweepSummary(Callback):
 def print_summary(sweep_dir: Path) -> list[Outcome]:
     """Print how the jobs of a sweep ended so far, and return it."""
     found = outcomes(sweep_dir)
-    print(summary(found, len(found)), flush=True)
+    print(summary(found, max(len(found), *sweep_sizes, 0)), flush=True)
     return found
+
+
+def check_jobs(overrides: list[str]) -> int:
+    """Say which jobs of a sweep will be refused, before the first has run; return their number."""
+    from lra.build import make_model, make_task
+
+    choices = []
+    for override in OverridesParser.create().parse_overrides(overrides):
+        is_discrete = override.is_sweep_override() and override.is_discrete_sweep()
+        values = override.sweep_string_iterator() if is_discrete else ()
+        choices.append(
+            [f"{override.get_key_element()}={value}" for value in values]
+            or [str(override.input_line)]
+        )
+    jobs = [list(words) for words in itertools.product(*choices)]
+    for number, words in enumerate(jobs):
+        try:
+            config = typed(compose_config(words))
+            make_model(config, make_task(config))
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            print(
+                f"warning: job {number} ({' '.join(words)}) will be refused: "
+                f"{explain(error, words)}",
+                file=sys.stderr,
+            )
+    return len(jobs)
 
 
 def run_program(main: Callable[[], Any]) -> None:

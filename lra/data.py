@@ -207,6 +207,9 @@ class SplitWriter:
             "num_examples": len(labels),
             "truncated": self.truncated,
             "empty": int((lengths == 0).sum()),
+            "first_empty": int((lengths == 0).argmax()) // self.num_sequences
+            if (lengths == 0).any()
+            else None,
             "longest_source": self.longest,
             "label_histogram": np.bincount(labels, minlength=self.num_classes).tolist(),
             "length_percentiles": {

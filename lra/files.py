@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeGuard
 
 
 @contextlib.contextmanager
@@ -37,6 +38,39 @@ def append(path: Path, text: str) -> None:
     """
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(text)
+
+
+class Unwritable(Exception):
+    """The disk was full or turned read-only in the middle of a run."""
+
+
+@contextlib.contextmanager
+def storing(key: str) -> Iterator[None]:
+    """Say of a write that the disk refused which file it was and which key chooses another place.
+
+    Raises:
+        Unwritable: instead of the OSError; what was written before is whole.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_refused(error):
+            raise
+        raise Unwritable(refusal(error, key)) from None
+
+
+def refusal(error: OSError, key: str) -> str:
+    """What to say of a write that the disk refused."""
+    return (
+        f"{error.filename or error}: not written ({error.strerror}); free some space or choose "
+        f"another {key}; the same command goes on"
+    )
+
+
+def is_refused(error: BaseException) -> TypeGuard[OSError]:
+    """Whether the disk is full or cannot be written."""
+    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    return isinstance(error, OSError) and error.errno in refusals
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lra.build import make_model, make_task, model_name, num_params, resolved
 from lra.config import LoggerConfig, RunConfig, config_hash, flatten
-from lra.files import check_writable, write_atomically
+from lra.files import check_writable, is_refused, refusal, storing, write_atomically
 from lra.progress import Progress, duration, percent
 from lra.task import Dataset, Task, prepare
 from lra.weights import selected_weights
@@ -58,6 +58,7 @@ def run_job(
     Raises:
         ValueError: something in the config, the data or the run's folder is not as it must be;
             raised before any training, and no record is written.
+        Unwritable: the disk was full or turned read-only meanwhile; what was written is whole.
     """
     started_at, started = _now(), time.monotonic()
 
@@ -92,7 +93,9 @@ def run_job(
     is_main = distributed.is_main()
     progress = Progress(quiet=not is_main)
     data = prepare(task, config.paths.cache)
-    with _locked(run_dir) if is_main else contextlib.nullcontext():
+    if is_main:
+        check_writable(config.paths.outputs, "paths.outputs")
+    with _locked(run_dir) if is_main else contextlib.nullcontext(), storing("paths.outputs"):
         finished = _finished_record(config, task, name, run_id, data, progress)
         if distributed.from_main(finished is not None):
             return finished or records.load(
@@ -140,12 +143,16 @@ def run_job(
                 status = "out_of_memory" if is_out_of_memory(error) else "failed"
                 message = f"{type(error).__name__}: {error}".splitlines()[0]
                 trace = traceback.format_exc()
+                if is_refused(error):
+                    message = trace = refusal(error, "paths.outputs")
+                    progress.log = None  # it lies on the same disk
                 if distributed.world_size() > 1:
                     message, trace = distributed.first_failure(run_dir, message, trace)
                 if not is_main:
                     raise
-                write_atomically(run_dir / "traceback.txt", trace)
-                progress.say(trace)
+                if trace != message:
+                    write_atomically(run_dir / "traceback.txt", trace)
+                    progress.say(trace)
             if result is not None and records.is_at_chance(
                 result.state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
             ):
@@ -181,7 +188,8 @@ def run_job(
                 message=message,
             )
             if is_main:
-                path = records.save(record, config.paths.results)
+                with storing("paths.results"):
+                    path = records.save(record, config.paths.results)
                 _write_status(run_dir, status, started_at)
                 logger.finish(json.loads(record.to_json()), EXIT_CODES[status])
                 _conclude(progress, record, path)
@@ -349,7 +357,7 @@ def _describe(
         f"data     {counts} train / val / test examples of at most {task.max_length:,} tokens",
         f"model    {name}, {params:,} parameters, {ratio:+.1f} % against softmax ({rule})",
         f"recipe   {config.recipe}"
-        + (f", changed: {'; '.join(why_not)}" if why_not else " as published"),
+        + (f", changed: {'; '.join(why_not)}" if why_not else ", nothing changed"),
         f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",
         f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, "
         f"{protocol.budget})",

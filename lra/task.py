@@ -8,7 +8,6 @@ A task is a dataclass that derives from `Task`: its fields are the keys of
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -24,7 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from lra.data import ARRAYS, SplitWriter, TokenArrays, file_sha256
-from lra.files import check_writable, write_atomically
+from lra.files import check_writable, is_refused, write_atomically
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
@@ -239,6 +238,17 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
     return Dataset(**splits, meta=meta, folder=folder)
 
 
+def remarks(report: dict[str, Any]) -> list[str]:
+    """What is odd about a split, although it may be meant so."""
+    found = []
+    if report["empty"]:
+        found.append(f"{report['empty']} empty sequences, the first in example "
+                     f"{report['first_empty']}")  # fmt: skip
+    if absent := [c for c, count in enumerate(report["label_histogram"]) if not count]:
+        found.append(f"no example of class {', '.join(map(str, absent))}")
+    return found
+
+
 def truncation(task: Task, split: str, report: dict[str, Any]) -> str:
     """How many examples of a split do not fit, in words."""
     return (
@@ -327,9 +337,8 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 if task.strict:
                     raise ValueError(f"{message}; raise it, or set task.strict=false to cut them")
                 print(f"  {message}; cut", file=sys.stderr)
-            if report["empty"]:
-                print(f"  task '{task.name}': {report['empty']} of the {split} sequences are empty",
-                      file=sys.stderr)  # fmt: skip
+            for remark in remarks(report):
+                print(f"  task '{task.name}', {split}: {remark}", file=sys.stderr)
             report["skipped"] = task.skipped[split]
             meta["splits"][split] = report
         meta["seconds"] = round(time.monotonic() - started, 3)
@@ -338,11 +347,11 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         os.replace(temporary, folder)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        # numpy tells of a full disk without a number, in how many values were written.
+        if is_refused(error) or (isinstance(error, OSError) and error.errno is None):
             raise OSError(
-                error.errno,
-                f"{folder}: the cache was not written ({error.strerror}); free some space or "
-                "choose another paths.cache",
+                f"{folder}: the cache was not written ({getattr(error, 'strerror', '') or error}); "
+                "free some space or choose another paths.cache"
             ) from error
         raise
     shutil.rmtree(task.work_dir, ignore_errors=True)

@@ -167,9 +167,9 @@ def train(
             if due and state.evaluated_step < state.step:
                 try:
                     val = evaluate_on(data.val)
-                except Interrupted:
+                except Interrupted as error:
                     save()
-                    raise
+                    raise Interrupted(f"{error} at step {state.step}", error.cause) from None
                 row = {
                     "step": state.step,
                     "train_loss": state.loss_sum / max(1, state.loss_count),
@@ -332,6 +332,8 @@ def resume(
     for warning in warnings:
         progress.say(f"warning: {warning}")
     if saved is None:
+        if warnings:
+            progress.say("warning: no usable checkpoint is left; the run starts anew at step 0")
         # Weights are equal in all processes, dropout must not be.
         if distributed.rank():
             torch.manual_seed(torch.initial_seed() + distributed.rank())

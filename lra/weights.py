@@ -75,9 +75,10 @@ def selected_weights(source: Path, model: Any, vocabulary: str | None = None) ->
 
     path = source
     if source.is_dir():
-        state, _ = checkpoint.load_latest(source / "checkpoints")
+        state, warnings = checkpoint.load_latest(source / "checkpoints")
         if state is None:
-            raise ValueError(f"{source}: no checkpoint in its folder 'checkpoints'")
+            why = f" that can be read ({warnings[0]})" if warnings else ""
+            raise ValueError(f"{source}: no checkpoint in its folder 'checkpoints'{why}")
         if vocabulary and state["identity"].get("vocabulary") not in (None, vocabulary):
             raise ValueError(
                 f"{source}: was trained with another vocabulary than this task has now"

@@ -1,11 +1,14 @@
-"""Can two models be told apart? `python scripts/compare.py luna softmax task=listops`
+"""Can two models be told apart? Compares test accuracy example by example over common seeds.
 
-Compares test accuracy example by example over the seeds both have. A model may name config keys to
-choose among its settings: `luna:projection_length=128`. Further words: recipe=NAME, results=DIR.
+    python scripts/compare.py luna softmax task=listops
+    python scripts/compare.py luna:projection_length=128 luna:projection_length=16 task=listops
+
+A model may name keys of the config to choose among its settings; recipe=NAME chooses the recipe.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -121,15 +124,21 @@ def _interval(ends: tuple[float, float]) -> str:
     return f"{100 * ends[0]:+.2f} to {100 * ends[1]:+.2f}"
 
 
-def main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR",
+                        help="where runs/ lies (default: results)")  # fmt: skip
+    parser.add_argument("words", nargs="+", metavar="WORD",
+                        help="two models, task=NAME, recipe=NAME")  # fmt: skip
+    arguments = parser.parse_intermixed_args()
+    words = arguments.words
     names = [w for w in words if "=" not in w.partition(":")[0]]
     options = dict(w.partition("=")[::2] for w in words if w not in names)
-    if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe", "results"}:
+    if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe"}:
         raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
-    records, warnings = load_all(Path(options.get("results", "results")))
+    records, warnings = load_all(arguments.results)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     known = {*TASKS, *(r.task for r in records)}
@@ -142,4 +151,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(sys.argv[1:]))
+    run_script(main)

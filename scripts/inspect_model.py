@@ -59,8 +59,9 @@ def report(overrides: list[str], lengths: list[int]) -> str:
     choices = [o for o in overrides if o.partition("=")[0] in ("task", "model", "recipe")]
     softmax = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
     reference = Reference(typed(compose_config(choices)), softmax)
+    ours = make_model(config, task)  # a newcomer's constructor may compute with its tensors
     with torch.device("meta"):
-        ours, baseline = make_model(config, task), make_model(config, task, softmax)
+        baseline = make_model(config, task, softmax)
     why_not, baseline_params = compare(config, plain, reference, task, num_params(ours))
 
     def make(max_length: int) -> Classifier:

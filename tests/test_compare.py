@@ -92,22 +92,22 @@ def write_pair(results: Path, gap: float, seeds: int = 3) -> None:
 
 def test_a_clear_difference_and_one_that_is_noise(tmp_path: Path) -> None:
     write_pair(tmp_path / "clear", 0.20)
-    done = command("luna", "softmax", "task=listops", f"results={tmp_path / 'clear'}")
+    done = command("luna", "softmax", "task=listops", f"--results={tmp_path / 'clear'}")
     assert done.returncode == 0, done.stderr
     assert "ListOps" in done.stdout and "2,000 examples, seeds 0, 1, 2" in done.stdout
     assert "stands out from the noise" in done.stdout
     write_pair(tmp_path / "noise", 0.0)
-    done = command("luna", "softmax", "task=listops", f"results={tmp_path / 'noise'}")
+    done = command("luna", "softmax", "task=listops", f"--results={tmp_path / 'noise'}")
     assert "cannot be told from noise" in done.stdout
     write_pair(tmp_path / "one", 0.20, seeds=1)
-    done = command("luna", "softmax", "task=listops", f"results={tmp_path / 'one'}")
+    done = command("luna", "softmax", "task=listops", f"--results={tmp_path / 'one'}")
     assert "only one common seed" in done.stdout and "over seeds" not in done.stdout
 
 
 def test_settings_are_chosen_by_key(tmp_path: Path) -> None:
     save(make_record(accuracy=0.4), tmp_path)
     save(make_record(accuracy=0.6, overrides={"model.projection_length": 128}), tmp_path)
-    here = f"results={tmp_path}"
+    here = f"--results={tmp_path}"
     done = command("luna", "luna", "task=listops", here)
     assert done.returncode == 2 and "2 settings" in done.stderr
     assert "projection_length=128" in done.stderr and "projection_length=16" in done.stderr
@@ -121,7 +121,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     def refusal(folder: str, softmax: Record, luna: Record | None = None) -> str:
         for record in (softmax, luna or make_record()):
             save(record, tmp_path / folder)
-        done = command("luna", "softmax", "task=listops", f"results={tmp_path / folder}")
+        done = command("luna", "softmax", "task=listops", f"--results={tmp_path / folder}")
         assert done.returncode == 2 and "Traceback" not in done.stderr
         return done.stderr
 
@@ -152,5 +152,5 @@ def test_wrong_words_are_explained(words: list[str], message: str) -> None:
 def test_reduced_runs_are_said_to_be_so(tmp_path: Path) -> None:
     for model in ("luna", "softmax"):
         save(make_record(model=model, budget="reduced"), tmp_path)
-    done = command("luna", "softmax", "task=listops", f"results={tmp_path}")
+    done = command("luna", "softmax", "task=listops", f"--results={tmp_path}")
     assert done.returncode == 0 and "note: luna: reduced budget" in done.stdout

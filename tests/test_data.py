@@ -124,7 +124,10 @@ def test_empty_sequences_are_counted_and_told(
     rows = {split: [(b"\1", 0), (b"", 1), (b"", 0)] for split in SIZES}
     data = toy_data(tmp_path, rows=rows)
     assert [data.meta["splits"][split]["empty"] for split in SIZES] == [2, 2, 2]
-    assert "2 of the train sequences are empty" in capsys.readouterr().err
+    assert "train: 2 empty sequences, the first in example 1\n" in capsys.readouterr().err
+    rows = {split: [(b"\1", 1)] for split in SIZES}
+    toy_data(tmp_path / "one", rows=rows)
+    assert "val: no example of class 0\n" in capsys.readouterr().err
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path) -> None:
@@ -245,6 +248,19 @@ def test_opening_a_cache_maps_the_tokens(tmp_path: Path) -> None:
     assert isinstance(data.train.tokens, np.memmap)
     assert data.train.tokens.dtype == np.uint8
     assert isinstance(TokenArrays(data.folder / "val", 1, 12), TokenArrays)
+
+
+def test_a_full_disk_is_also_known_without_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lra.data
+
+    def half_written(*_: object) -> None:
+        raise OSError("2000 requested and 1520 written")  # as numpy has it
+
+    monkeypatch.setattr(lra.data.np, "save", half_written)
+    with pytest.raises(OSError, match=r"toy-\w+: the cache was not written \(2000 .*paths.cache"):
+        toy_data(tmp_path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ import torch
 
 from lra import job, records
 from lra.config import RunConfig, fill
+from lra.files import Unwritable
 from lra.job import EXIT_CODES, Reference, run_job
 from lra.leaderboard import make_rows
 from lra.task import Example
@@ -77,7 +80,7 @@ def test_a_completed_run_and_its_files(tmp_path: Path) -> None:
     [
         (RuntimeError("broken part"), "failed", 1),
         (torch.OutOfMemoryError("no memory"), "out_of_memory", 4),
-        (OSError(28, "No space left on device"), "failed", 1),
+        (OSError(5, "Input/output error"), "failed", 1),
     ],
 )
 def test_a_failure_leaves_a_record_a_traceback_and_a_code(
@@ -338,6 +341,43 @@ def test_a_scheduler_gets_its_signal_back_once_the_record_is_written(
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert run(tmp_path).curve == run(tmp_path / "whole").curve
+
+
+@pytest.mark.parametrize("key", ["outputs", "results"])
+def test_a_disk_that_fills_up_is_one_message_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    whole = run(tmp_path / "whole")
+    original, fills = os.fsync, [True]
+
+    def full(handle: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{handle}")
+        # The last state, or the record: whatever comes after it is left out.
+        if fills and (".step-" in path if key == "outputs" else "/results/" in path):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    try:
+        record = run(tmp_path / "cut")
+        assert key == "outputs" and record.status == "failed"  # the record's disk has room
+        message = record.message
+    except Unwritable as error:
+        assert key == "results" and not list(tmp_path.glob("cut/results/runs/*/*/*.json"))
+        message = str(error)
+    assert re.match(
+        rf"{tmp_path}/cut/{key}/.*: not written \(No space.*another paths\.{key}; the same", message
+    )
+    assert not list(tmp_path.rglob("traceback*")) and not list(tmp_path.rglob(".*.tmp"))
+    fills.clear()
+    again = run(tmp_path / "cut")
+    assert again.result == whole.result and again.curve == whole.curve
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("a file, not a folder")
+    with pytest.raises(OSError, match=r"not writable .* choose another paths\.outputs"):
+        run(tmp_path)
 
 
 def test_results_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:

@@ -131,8 +131,11 @@ def test_fail_fast_starts_no_further_job(tmp_path: Path) -> None:
 
 
 def test_a_refused_job_does_not_stop_the_sweep(tmp_path: Path) -> None:
-    code, out, err = sweep(tmp_path, "shape.num_heads=5,2", "shape.d_model=16")
+    code, out, err = sweep(tmp_path, "shape.num_heads=2,5", "shape.d_model=16")
     assert code == 2 and "shape.num_heads=5 does not divide" in err
+    # All jobs are checked first: the mistake in the last is told before the first has run.
+    warning, *_ = err.splitlines()
+    assert warning.startswith("warning: job 1 (") and "num_heads=5 shape.d_model=16" in warning
     assert "1 refused" in out and len(found(tmp_path, "luna")) == 1
 
 

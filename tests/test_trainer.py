@@ -240,6 +240,21 @@ def test_a_cut_checkpoint_is_passed_over_with_a_warning(
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
+def test_without_a_usable_checkpoint_the_new_start_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "whole", data)
+    with pytest.raises(Killed):
+        run(tmp_path / "cut", data, model=lambda: DiesAt(14, 0))
+    for path in (tmp_path / "cut" / "checkpoints").glob("best-*.pt"):
+        path.write_bytes(b"cut")
+    run(tmp_path / "cut", data)
+    out = capsys.readouterr().out
+    assert "step-00000009.pt is passed over" in out and "starts anew at step 0" in out
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
 def test_two_states_and_the_needed_best_weights_are_kept(tmp_path: Path) -> None:
     run(tmp_path / "run", toy_data(tmp_path))
     names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())

@@ -143,7 +143,9 @@ class ListOps(GeneratedTask):
         if folder is None:
             raise ValueError(
                 f"task 'listops': found no {', '.join(FILES)}; tried "
-                f"{', '.join(str(tried) for tried in self._candidates())}. Get the release of "
+                f"{', '.join(str(tried) for tried in self._candidates())}"
+                f"{'' if self._root.exists() else f' ({self._root} does not exist)'}. Get the "
+                "release of "
                 "Long Range Arena (lra_release.gz, see google-research/long-range-arena), unpack "
                 f"it with `tar xf lra_release.gz -C {self.data_dir}`, or set task.path to the "
                 "folder with the three files, or task.source=generated to make an equal set here"
@@ -311,7 +313,7 @@ def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]
             num_rows += len(rows)
             yield from rows
     if not num_rows:
-        raise ValueError(f"{file}: has a header but no rows")
+        raise ValueError(f"{file}: has a header but no rows behind it")
 
 
 def _lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
