@@ -318,6 +318,7 @@ def test_the_vocabulary_does_not_depend_on_hash_seeds() -> None:
 def test_signals_in_quick_succession_save_the_state_and_leave_a_record(
     tmp_path: Path, signals: list[signal.Signals]
 ) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     process = start(tmp_path, *TINY, "train.num_steps=4000", "train.eval_every=4000")
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
         "make_tables.py --check --no-figures",
         "inspect_model.py model=luna --lengths=64",
         "prepare_data.py task=text task.source=synthetic",
-        "compare.py --help",
     ],
 )
 def test_nobody_reads_on(tmp_path: Path, command: str) -> None:

@@ -116,7 +116,7 @@ def test_a_signal_to_the_whole_sweep_ends_it_with_a_summary_and_it_goes_on_later
     assert not (folder / "traceback.txt").exists()
     *_, last, count = out.strip().splitlines()
     assert last.split()[:2] == ["1", "interrupted"] and by_seed[6].run_id in last
-    assert count.startswith("2 jobs: ") and "1 interrupted" in count
+    assert count.startswith("3 jobs: ") and "1 interrupted, 1 without an outcome" in count
     code, out, _ = sweep(tmp_path, *BAD, "seed=0,6,4")
     assert code == 0 and "resuming at step 1" in out and out.count("nothing to do") == 1
     assert {s: r.status in GOOD for s, r in found(tmp_path, "trouble").items()} == {

@@ -567,15 +567,16 @@ from lra.config import HardwareConfig
 from lra.hardware import Hardware
 Hardware(HardwareConfig(device="cpu", num_threads=1))
 faults = []
-for _ in range(5):
+for _ in range(21):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24)
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(*faults)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    first, *_, last = map(int, done.stdout.split())
-    assert last < first / 10
+    first, *later = map(int, done.stdout.split())
+    # Where the heap begins differs from start to start, so the first few may still be new.
+    assert sorted(later)[len(later) // 2] < first / 10
 
 
 def test_a_state_whose_best_weights_are_damaged_is_passed_over(tmp_path: Path) -> None:
