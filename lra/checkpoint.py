@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
-import pickle
 import random
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,8 @@ def write(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, file)
     except RuntimeError as error:  # how torch reports a failed write
         free = shutil.disk_usage(path.parent).free >> 20
-        raise OSError(errno.ENOSPC, f"{free} MiB free there", str(path)) from error
+        reason = f"{free} MiB free there: {str(error).splitlines()[0]}"
+        raise OSError(errno.ENOSPC, reason, str(path)) from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -60,12 +61,17 @@ def read(path: Path) -> dict[str, Any]:
         ValueError: the file is truncated, damaged or of another format.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if isinstance(error, pickle.UnpicklingError):  # PyTorch advises to run what is in it
-            reason = "damaged, or it holds other objects than weights, which are never loaded"
-        raise ValueError(f"{path}: not a readable checkpoint ({reason})") from None
+        with warnings.catch_warnings(action="ignore"):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ValueError(f"{path}: not a readable checkpoint ({error.strerror})") from None
+    except MemoryError:
+        raise
+    except Exception:  # of any kind: bytes at random are instructions at random to the reader
+        raise ValueError(
+            f"{path}: not a readable checkpoint (damaged, or it holds other objects than weights, "
+            "which are never loaded)"
+        ) from None
     if not isinstance(state, dict) or "model" not in state:
         raise ValueError(f"{path}: not a checkpoint of this program (no model weights in it)")
     return state
@@ -98,17 +104,17 @@ def load_latest(
     """
     for stale in folder.glob(".*.tmp"):
         stale.unlink()
-    warnings: list[str] = []
+    passed_over: list[str] = []
     for path in checkpoints(folder):
         try:
             state = read(path)
             best_step = state["state"]["best_step"] if needs_best and "state" in state else 0
             if best_step:
                 read(best_path(folder, best_step))
-            return state, warnings
+            return state, passed_over
         except ValueError as error:
-            warnings.append(f"{path.name} is passed over: {error}")
-    return None, warnings
+            passed_over.append(f"{path.name} is passed over: {error}")
+    return None, passed_over
 
 
 def random_states() -> dict[str, Any]:

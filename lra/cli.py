@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -25,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, fill, flatten, nearest
+from lra.files import check_writable
 from lra.script import EXIT_INTERRUPTED, fail, unread
 from lra.sweep import Outcome, first_line, outcomes, summary
 from lra.task import available_cores
@@ -92,6 +94,8 @@ def explain(error: Exception, overrides: list[str]) -> str:
         section, _, name = key.rpartition(".")
         known = list(flatten(_plain(compose_config(choices))))
         inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
+        if name in inside:
+            return f"{given}: not a key of every choice in this sweep"
         top = sorted({k.split(".")[0] for k in known} | set(GROUPS))
         return f"{given}: unknown key; {nearest(name, inside or top)}"
     return str(error)
@@ -155,6 +159,10 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Check all jobs before the first starts; remember where they leave their outcomes."""
         sweep_dirs.append(Path(config.hydra.sweep.dir))
+        try:
+            check_writable(sweep_dirs[-1], "paths.outputs")
+        except OSError as error:
+            fail(str(error))  # Hydra would only warn of an error in a callback
         sweep_sizes.append(check_jobs(list(config.hydra.overrides.task)))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -239,5 +247,7 @@ def run_program(main: Callable[[], Any]) -> None:
     sys.exit(max(exit_codes, default=0))
 
 
-def _terminate(_number: int, _frame: object) -> None:
+def _terminate(number: int, _frame: object) -> None:
+    with contextlib.suppress(OSError):
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
     sys.exit(EXIT_INTERRUPTED)

@@ -350,7 +350,8 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         # numpy tells of a full disk without a number, in how many values were written.
         if is_refused(error) or (isinstance(error, OSError) and error.errno is None):
             raise OSError(
-                f"{folder}: the cache was not written ({getattr(error, 'strerror', '') or error}); "
+                f"{folder}: the cache was not written "
+                f"({error.strerror or f'{error}: no space is left, perhaps'}); "
                 "free some space or choose another paths.cache"
             ) from error
         raise

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from lra import benchmarks, figures, leaderboard, papers, records, report, tables  # noqa: E402
+from lra.files import check_writable  # noqa: E402
 from lra.script import run_script  # noqa: E402
 
 FIGURE_TITLES = {
@@ -111,10 +112,12 @@ def main() -> int:
              if not path.exists() or path.read_bytes() != content]  # fmt: skip
     if args.check:
         for path in stale:
-            print(f"stale: {path}; run: python scripts/make_tables.py")
+            print(f"stale: {path}; the same command without --check writes it")
         for complaint in skipped:
             print(f"bad record: {complaint}")
         return 1 if stale or skipped else 0
+    if stale:
+        check_writable(args.results, "--results")
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")

@@ -278,8 +278,12 @@ def test_every_combination_composes_and_builds(model: str, task: str, recipe: st
     for experiment in ([], ["experiment=smoke"]):
         config = typed(compose_config(choice + experiment))
         made = make_task(config)
-        with torch.device("meta"):
-            assert num_params(make_model(config, made)) > 1000
+        try:
+            with torch.device("meta"):  # no memory is taken
+                built = make_model(config, made)
+        except RuntimeError:  # a constructor that computes with its tensors
+            built = make_model(config, made)
+        assert num_params(built) > 1000
 
 
 def test_every_key_of_the_shape_stands_in_every_recipe() -> None:

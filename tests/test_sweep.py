@@ -139,6 +139,20 @@ def test_a_refused_job_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert "1 refused" in out and len(found(tmp_path, "luna")) == 1
 
 
+def test_a_key_of_one_model_only_is_named_as_that(tmp_path: Path) -> None:
+    code, _, err = sweep(tmp_path, "model=softmax,luna", "model.projection_length=16")
+    assert code == 2 and "Traceback" not in err
+    assert err.splitlines()[-1] == (
+        "error: model.projection_length=16: not a key of every choice in this sweep"
+    )
+
+
+def test_a_sweep_that_cannot_write_names_the_key(tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("a file, not a folder")
+    code, _, err = sweep(tmp_path, "seed=0,1")
+    assert code == 2 and "not writable" in err and "choose another paths.outputs" in err
+
+
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()

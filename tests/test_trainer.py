@@ -495,6 +495,18 @@ def test_a_checkpoint_with_code_in_it_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_bytes_at_random_are_no_checkpoint(tmp_path: Path) -> None:
+    """Some of these are instructions for the reader that fail in ways of their own."""
+    rng = np.random.default_rng(0)
+    path = tmp_path / "step-00000001.pt"
+    for _ in range(200):
+        path.write_bytes(rng.bytes(300))
+        with pytest.raises(ValueError, match="not a readable checkpoint"):
+            checkpoint.read(path)
+    with pytest.raises(ValueError, match="No such file"):
+        checkpoint.read(tmp_path / "none.pt")
+
+
 def test_speed_leaves_the_first_steps_out(tmp_path: Path) -> None:
     class Slow(StopsAt):
         def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
