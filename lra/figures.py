@@ -57,9 +57,9 @@ def model_styles(models: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
     """One panel a task; bubble area is peak memory, hollow where memory was not counted."""
-    tasks = tasks_with_own(rows)
+    tasks = _with_results(rows)
     figure, panels = _panels(
-        "Test accuracy against training speed (bubble area: peak memory)", -(-len(tasks) // 3)
+        "Test accuracy against training speed (bubble area: peak memory)", *_grid(len(tasks))
     )
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
@@ -115,9 +115,9 @@ def _heading(rows: Sequence[Row], task: str) -> str:
 def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
     """One panel a task: mean validation accuracy by step, the band spans the seeds."""
     several = len({row.recipe for row in rows}) > 1
-    tasks = tasks_with_own(rows)
+    tasks = _with_results(rows)
     figure, panels = _panels(
-        "Validation accuracy while training (line: mean, band: all seeds)", -(-len(tasks) // 3)
+        "Validation accuracy while training (line: mean, band: all seeds)", *_grid(len(tasks))
     )
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
@@ -187,12 +187,20 @@ def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure
     return figure
 
 
+def _with_results(rows: Sequence[Row]) -> list[str]:
+    return [task for task in tasks_with_own(rows) if any(task in row.cells for row in rows)]
+
+
+def _grid(num_panels: int) -> tuple[int, int]:
+    return -(-num_panels // 3), min(num_panels, 3)
+
+
 def _panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Figure, list[Axes]]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context(RC):
-        size = (4 * num_columns, 3.4 * num_rows + 0.4)
+        size = (max(6, 4 * num_columns), 3.4 * num_rows + 0.4)
         figure = Figure(figsize=size, layout="constrained")
         figure.suptitle(title, fontsize=11)
         panels = list(figure.subplots(num_rows, num_columns, squeeze=False).flat)
