@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -337,6 +338,29 @@ def test_signals_in_quick_succession_save_the_state_and_leave_a_record(
     assert record.status == "interrupted" and signals[0].name in record.message
     (status,) = tmp_path.glob("outputs/*/status.json")
     assert json.loads(status.read_text())["status"] == "interrupted"
+
+
+def test_a_terminal_that_is_closed_stops_the_run_with_its_state(tmp_path: Path) -> None:
+    import pty
+
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    pid, terminal = pty.fork()
+    if pid == 0:  # in a session of its own, whose terminal the other end is
+        os.chdir(tmp_path)
+        command = [sys.executable, str(ROOT / "run.py"), *TINY, "train.num_steps=4000"]
+        os.execv(sys.executable, [*command, "train.eval_every=4000"])
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
+        with contextlib.suppress(BlockingIOError):
+            os.set_blocking(terminal, False)
+            os.read(terminal, 65536)
+        time.sleep(0.01)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 75
+    record = read_record(tmp_path)
+    assert record.status == "interrupted" and "SIGHUP" in record.message
+    assert "SIGHUP" in next(tmp_path.glob("outputs/*/run.log")).read_text()
 
 
 def test_a_closed_terminal_does_not_stop_what_ignores_it(tmp_path: Path) -> None:

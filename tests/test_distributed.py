@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from lra import distributed, records
 from lra.config import HardwareConfig
-from tests.test_cli import ROOT, TINY, call, read_record, timeless
+from tests.test_cli import ROOT, TINY, call, read_record, start, timeless
 
 TWO = ["hardware.num_devices=2", "hardware.num_threads=1"]
 # Without dropout, which draws other numbers in each process.
@@ -66,6 +68,24 @@ def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path)
     for values in (whole, cut):
         values["config"]["train"].pop("time_limit")  # type: ignore[index]
     assert whole == cut
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_first_process_stops_all_with_their_state(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    long = ["train.num_steps=4000", "train.eval_every=4000"]
+    process = start(tmp_path, *TINY, *TWO, *long)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    record = read_record(tmp_path)
+    assert record.status == "interrupted" and number.name in record.message
+    assert list(tmp_path.glob("outputs/*/checkpoints/step-*.pt"))
 
 
 FAILING = """
