@@ -64,13 +64,13 @@ def read(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise ValueError(f"{path}: not a readable checkpoint ({error.strerror})") from None
+        raise ValueError(f"{path}: not a readable checkpoint ({error.strerror or error})") from None
     except MemoryError:
         raise
-    except Exception:  # of any kind: bytes at random are instructions at random to the reader
+    except Exception as error:  # of any kind: random bytes are random instructions to the reader
         raise ValueError(
             f"{path}: not a readable checkpoint (damaged, or it holds other objects than weights, "
-            "which are never loaded)"
+            f"which are never loaded; {type(error).__name__})"
         ) from None
     if not isinstance(state, dict) or "model" not in state:
         raise ValueError(f"{path}: not a checkpoint of this program (no model weights in it)")

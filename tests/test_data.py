@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -263,16 +262,16 @@ def test_a_full_disk_is_also_known_without_a_number(
         toy_data(tmp_path)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+
+
+@needs_full_disk
 def test_a_full_disk_is_told_with_the_file() -> None:
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
         append(Path("/dev/full"), "a line\n")
 
 
-@pytest.mark.skipif(
-    subprocess.run(["true"], check=False).returncode != 0 or not Path("/dev/full").exists(),
-    reason="needs Linux",
-)
+@needs_full_disk
 def test_a_full_disk_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import lra.data
 

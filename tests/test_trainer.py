@@ -25,6 +25,7 @@ from lra.config import HardwareConfig
 from lra.evaluate import evaluate
 from lra.hardware import Hardware
 from lra.stopping import Interrupted
+from lra.task import Dataset
 from lra.trainer import Diverged, is_out_of_memory
 from tests.toy import SIZES, ToyModel, run, toy_data
 
@@ -223,13 +224,19 @@ def test_killed_while_saving_again_and_again_a_run_stays_resumable(tmp_path: Pat
     assert saved > 1 and left_over > 0  # so there were kills within a write, after others
 
 
-def test_a_cut_checkpoint_is_passed_over_with_a_warning(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def whole_and_cut(tmp_path: Path) -> Dataset:
+    """The same run twice, in `whole` to its end and in `cut` dead at step 14."""
     data = toy_data(tmp_path)
     run(tmp_path / "whole", data)
     with pytest.raises(Killed):
         run(tmp_path / "cut", data, model=lambda: DiesAt(14, 0))
+    return data
+
+
+def test_a_cut_checkpoint_is_passed_over_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = whole_and_cut(tmp_path)
     newest, previous = checkpoint.checkpoints(tmp_path / "cut" / "checkpoints")
     newest.write_bytes(newest.read_bytes()[: newest.stat().st_size // 2])
     (newest.parent / ".step-00000015.pt.abc.tmp").write_bytes(b"left over")
@@ -243,10 +250,7 @@ def test_a_cut_checkpoint_is_passed_over_with_a_warning(
 def test_without_a_usable_checkpoint_the_new_start_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data = toy_data(tmp_path)
-    run(tmp_path / "whole", data)
-    with pytest.raises(Killed):
-        run(tmp_path / "cut", data, model=lambda: DiesAt(14, 0))
+    data = whole_and_cut(tmp_path)
     for path in (tmp_path / "cut" / "checkpoints").glob("best-*.pt"):
         path.write_bytes(b"cut")
     run(tmp_path / "cut", data)
