@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,bench
+TASK ?= listops
+HARDWARE ?= cpu
 
 .PHONY: help setup run test test-slow lint data sweep tables tables-check bench bench-check
 .DEFAULT_GOAL := help
@@ -43,8 +45,9 @@ tables: setup  ## records -> leaderboard, paper tables, figures, report page
 tables-check: setup  ## fail if a table, figure or page is not what the records say
 	$(BIN)/python scripts/make_tables.py --check
 
-sweep: setup  ## all models on ListOps, three seeds; goes on where it was stopped
-	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=listops seed=0,1,2
+sweep: setup  ## all models, three seeds, resumable; TASK=listops HARDWARE=cpu unless given
+	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=$(TASK) \
+		hardware=$(HARDWARE) seed=0,1,2
 
 bench: setup  ## speed and memory by length, all models, into results/benchmarks/
 	$(BIN)/python scripts/benchmark.py
