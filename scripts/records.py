@@ -2,30 +2,35 @@
 
 python scripts/records.py list [task=listops] [model=luna] [status=completed]
 python scripts/records.py show RUN
+python scripts/records.py command RUN
 python scripts/records.py diff RUN RUN
 python scripts/records.py validate [FILE ...]
 python scripts/records.py merge DIR
 
-RUN is a run id, its beginning, or a file. `merge` adds the records of another results folder; it
-refuses everything if one of them is damaged or differs from the record that is here. With
-`--results DIR` in front: another folder than results/.
+RUN is a run id, its beginning, or a file. `command` prints what to type for the same run once
+more, after a check that the configs of today give its setting. `merge` adds the records of another
+results folder; it refuses everything if one of them is damaged or differs from the record that is
+here. With `--results DIR` in front: another folder than results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra.config import flatten  # noqa: E402
+from lra.config import NO_IDENTITY, config_hash, flatten  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
 from lra.leaderboard import finished  # noqa: E402
 from lra.progress import percent  # noqa: E402
 from lra.records import Record, load, load_all, problems  # noqa: E402
 from lra.script import run_script  # noqa: E402
+
+COMMANDS = ("list", "show", "command", "diff", "validate", "merge")
 
 
 def list_records(results: Path, filters: list[str]) -> str:
@@ -76,6 +81,33 @@ def show(record: Record) -> str:
     step = max(1, len(curve) // 10)
     rows += [f"curve: {point}" for point in [*curve[::step], *curve[-1:]]]
     return "\n".join(rows)
+
+
+def command(record: Record) -> str:
+    """The command that makes the run once more, to the same numbers on the same machine.
+
+    Raises:
+        ValueError: with the configs that are here it would make another run.
+    """
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from lra.build import resolved
+    from lra.cli import compose_config, explain, typed
+
+    try:
+        config = resolved(typed(compose_config(record.overrides)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(f"{record.run_id}: {explain(error, record.overrides)}") from None
+    if config_hash(config) != record.config_hash:
+        here, then = flatten(config), flatten(record.config)
+        changed = [
+            f"{key} is {here.get(key)}, was {then.get(key)}"
+            for key in sorted(here.keys() | then.keys())
+            if here.get(key) != then.get(key) and key.partition(".")[0] not in NO_IDENTITY
+        ]
+        raise ValueError(f"{record.run_id}: the configs have changed since: {'; '.join(changed)}")
+    return shlex.join(["python", "run.py", *record.overrides])
 
 
 def diff(a: Record, b: Record) -> str:
@@ -136,17 +168,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
-    parser.add_argument("command", choices=("list", "show", "diff", "validate", "merge"))
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
     results, words = args.results, args.words
-    needed = {"show": 1, "diff": 2, "merge": 1}.get(args.command)
+    needed = {"show": 1, "command": 1, "diff": 2, "merge": 1}.get(args.command)
     if needed is not None and len(words) != needed:
         parser.error(f"{args.command}: expected {needed} argument(s), got {len(words)}")
     if args.command == "list":
         print(list_records(results, words))
     elif args.command == "show":
         print(show(load(find(results, words[0]))))
+    elif args.command == "command":
+        print(command(load(find(results, words[0]))))
     elif args.command == "diff":
         print(diff(*(load(find(results, w)) for w in words)))
     elif args.command == "merge":

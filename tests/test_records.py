@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 from lra import records
+from lra.build import resolved
+from lra.cli import compose_config, typed
+from lra.config import config_hash
 from lra.records import Record, is_at_chance, load, load_all, pack_correct, save, unpack_correct
 from tests.made_up import make_record, sixty_records, write_sixty
 
@@ -136,6 +140,26 @@ def test_list_show_and_diff(tmp_path: Path) -> None:
         "['model=luna', 'task=listops', 'seed=0', 'shape.num_heads=4']",
     ]
     assert command(tmp_path, "diff", paths[0], paths[0]).stdout == "no difference\n"
+
+
+def test_command_makes_the_same_run_or_says_what_has_changed(tmp_path: Path) -> None:
+    words = ["model=luna", "task=listops", "task.path='/data/a b'", "train.lr=3e-4", "seed=2"]
+    config = resolved(typed(compose_config(words)))
+    record = dataclasses.replace(
+        make_record(), config=config, config_hash=config_hash(config), overrides=words
+    )
+    done = command(tmp_path, "command", save(record, tmp_path))
+    assert done.returncode == 0 and shlex.split(done.stdout) == ["python", "run.py", *words]
+
+    older = config | {"train": config["train"] | {"lr": 1e-4}, "paths": {}}
+    edited = dataclasses.replace(record, config=older, config_hash=config_hash(older))
+    done = command(tmp_path, "command", save(edited, tmp_path / "older"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.endswith("configs have changed since: train.lr is 0.0003, was 0.0001\n")
+
+    gone = dataclasses.replace(record, overrides=["model=lunar"])
+    done = command(tmp_path, "command", save(gone, tmp_path / "gone"))
+    assert done.returncode == 2 and "lunar" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_validate_finds_what_does_not_fit_together(tmp_path: Path) -> None:
