@@ -33,6 +33,8 @@ LEGEND = (
     f"their mean over five tasks. {FAIL}: not above chance; in the mean over six tasks a failed "
     f"Path-X counts as {FAIL_AS:.0f}.\n"
 )
+# Words of a command that another column holds, or that change no number.
+TOLD_ELSEWHERE = ("task=", "model=", "recipe=", "seed=", "paths.", "hardware", "logger")
 README_MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
          "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$",
@@ -127,8 +129,11 @@ def left_out_table(runs: Sequence[Record]) -> Table:
             last = r.curve[-1]
             figure = f"val {percent(100 * last['val_accuracy'])} at step {last['step']}"
         data = "" if r.protocol.data == "files" else r.protocol.data
-        rows.append([r.task, r.model, r.recipe, str(r.seed), figure, data, r.message, r.run_id])
-    return Table(["Task", "Model", "Recipe", "Seed", "Figure", "Data", "Message", "Run"], rows)
+        settings = " ".join(o for o in r.overrides if not o.startswith(TOLD_ELSEWHERE))
+        cells = [str(r.seed), settings, figure, data, r.message, r.run_id]
+        rows.append([r.task, r.model, r.recipe, *cells])
+    header = ["Task", "Model", "Recipe", "Seed", "Settings", "Figure", "Data", "Message", "Run"]
+    return Table(header, rows)
 
 
 def best_cells(

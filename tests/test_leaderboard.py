@@ -208,7 +208,7 @@ def test_marks_and_their_reasons(board: Board) -> None:
 
 def test_reduced_budget_enters_only_on_request_marked_and_unranked() -> None:
     records = list(sixty_records().values())
-    assert "num_steps=500" not in tables.markdown(build(records))
+    assert "num_steps=500" not in tables.results_section(build(records))
     board = build(records, options=Options(include_reduced=True))
     line = next(r for r in markdown_rows(tables.markdown(board)) if "num_steps=500" in r[1])
     assert line[2] == "97.00 (1) [r]"
@@ -226,6 +226,7 @@ def test_runs_that_are_no_result_are_listed_below_with_their_figures(board: Boar
     assert "| test 99.00 at step 10000 | partial |" in below
     assert "| val 28.12 at step 2000 |  | step 77: nan |" in below
     assert "disk full" in below
+    assert "| luna | nystromformer | 6 | train.num_steps=500 | test 97.00 at step " in below
     assert "99.00" not in tables.results_section(board)
 
 
