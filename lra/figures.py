@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
         largest, devices = max(memory, default=0), set()
+        labels: Counter[str] = Counter()
         for (row, cell), used in zip(cells, memory, strict=True):
             speeds = [s for s in (r.speed.get("tokens_per_s") for r in cell.runs) if s]
             if not speeds:
@@ -78,8 +80,12 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
             axes.scatter(x, cell.mean, marker=styles[row.model]["marker"], edgecolor=color, s=area,
                          facecolor=color if used else "none", alpha=0.75)  # fmt: skip
             if sum(other.model == row.model for other, _ in cells) > 1:
-                axes.annotate(row.variant, (x, cell.mean), xytext=(0, -16), fontsize=6, ha="center",
-                              textcoords="offset points")  # fmt: skip
+                # Often side by side, so by turns above and below, each further out.
+                turn, below = divmod(labels[row.model], 2)
+                labels[row.model] += 1
+                shift = -16 - 8 * turn if below else 10 + 8 * turn
+                axes.annotate(row.variant, (x, cell.mean), xytext=(0, shift), fontsize=6,
+                              ha="center", textcoords="offset points")  # fmt: skip
         if largest:
             axes.text(0.02, 0.04, f"largest bubble: {largest / 2**30:.2g} GiB", fontsize=6.5,
                       transform=axes.transAxes)  # fmt: skip
@@ -147,7 +153,8 @@ def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> F
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")
         if cells:
-            axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+            axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2,
+                        handlelength=3.5)  # fmt: skip
     return figure
 
 
