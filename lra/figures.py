@@ -154,7 +154,7 @@ def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> F
         axes.set_ylabel("validation accuracy (%)")
         if cells:
             axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2,
-                        handlelength=3.5)  # fmt: skip
+                        handlelength=3, handletextpad=0.4, columnspacing=0.8)  # fmt: skip
     return figure
 
 
