@@ -15,6 +15,7 @@ from lra.leaderboard import (
     FAIL_AS,
     LEFT_OUT,
     MARKS,
+    UNHASHED,
     Board,
     Cell,
     Options,
@@ -33,8 +34,8 @@ LEGEND = (
     f"their mean over five tasks. {FAIL}: not above chance; in the mean over six tasks a failed "
     f"Path-X counts as {FAIL_AS:.0f}.\n"
 )
-# Words of a command that another column holds, or that change no number.
-TOLD_ELSEWHERE = ("task=", "model=", "recipe=", "seed=", "paths.", "hardware", "logger")
+# Words of a command that another column holds, or that are no part of a setting.
+TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
 README_MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
 LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
          "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$",
