@@ -59,9 +59,9 @@ def model_styles(models: Iterable[str]) -> dict[str, dict[str, Any]]:
 def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
     """One panel a task; bubble area is peak memory, hollow where memory was not counted."""
     tasks = _with_results(rows)
-    figure, panels = _panels(
-        "Test accuracy against training speed (bubble area: peak memory)", *_grid(len(tasks))
-    )
+    counted = any(r.peak_memory_bytes for row in rows for c in row.cells.values() for r in c.runs)
+    title = "Test accuracy against training speed" + " (bubble area: peak memory)" * counted
+    figure, panels = _panels(title, *_grid(len(tasks)))
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
@@ -71,9 +71,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
             speeds = [s for s in (r.speed.get("tokens_per_s") for r in cell.runs) if s]
             if not speeds:
                 continue
-            devices |= {
-                f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs
-            }
+            devices |= {run.device_text for run in cell.runs}
             x, color = sum(speeds) / len(speeds), styles[row.model]["color"]
             axes.errorbar(x, cell.mean, cell.std or 0, color=color, linewidth=1, capsize=3)
             area = max(25, 400 * used / largest) if used else 45
@@ -94,7 +92,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
             _plain_log(axes.xaxis)
             axes.tick_params(axis="x", rotation=30)
         axes.margins(0.2)
-        where = "; ".join(sorted(devices))[:60] if len(devices) < 2 else "several devices"
+        where = "".join(devices)[:60] if len(devices) < 2 else "on different devices or threads"
         axes.set_title(f"{_heading(rows, task)}\n{where}", fontsize=9)
         axes.set_xlabel("training speed (tokens/s)")
         axes.set_ylabel("test accuracy (%)")
@@ -119,36 +117,29 @@ def _heading(rows: Sequence[Row], task: str) -> str:
 
 
 def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
-    """One panel a task: mean validation accuracy by step, the band spans the seeds."""
+    """One panel a task: validation accuracy by step, a line for each run.
+
+    No mean over seeds: where some have left a plateau and others not, it shows what no run had.
+    """
     several = len({row.recipe for row in rows}) > 1
     tasks = _with_results(rows)
-    figure, panels = _panels(
-        "Validation accuracy while training (line: mean, band: all seeds)", *_grid(len(tasks))
-    )
+    figure, panels = _panels("Validation accuracy while training, each seed", *_grid(len(tasks)))
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         for row, cell in cells:
-            by_step: dict[int, list[float]] = {}
-            for run in cell.runs:
-                for point in run.curve:
-                    if point.get("val_accuracy") is not None:
-                        by_step.setdefault(int(point["step"]), []).append(
-                            100 * point["val_accuracy"]
-                        )
-            steps = sorted(s for s, values in by_step.items() if len(values) == len(cell.runs))
-            if not steps:
-                continue
-            means = [sum(by_step[s]) / len(by_step[s]) for s in steps]
-            color, count = styles[row.model]["color"], seen.get(row.model, 0)
-            seen[row.model] = count + 1
             details = [row.recipe] * several + [row.variant] * bool(row.variant)
             label = f"{row.model} ({', '.join(details)})" if details else row.model
-            axes.plot(steps, means, color=color, linestyle=DASHES[count % len(DASHES)],
-                      marker=styles[row.model]["marker"], markersize=4,
-                      markevery=max(1, len(steps) // 6), linewidth=1.3, label=label)  # fmt: skip
-            low, high = ([f(by_step[s]) for s in steps] for f in (min, max))
-            axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+            dashes = DASHES[seen[row.model] % len(DASHES)]
+            seen[row.model] += 1
+            for run in cell.runs:
+                points = [p for p in run.curve if p.get("val_accuracy") is not None]
+                if not points:
+                    continue
+                axes.plot([p["step"] for p in points], [100 * p["val_accuracy"] for p in points],
+                          linestyle=dashes, markersize=4, markevery=max(1, len(points) // 6),
+                          linewidth=1.1, alpha=0.8, label=label, **styles[row.model])  # fmt: skip
+                label = "_"  # one entry in the legend for all seeds of a row
         axes.set_title(_heading(rows, task), fontsize=9)
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
+    from lra.config import TrainConfig
     from lra.hardware import Hardware
     from models.classifier import Classifier
 
@@ -248,6 +249,24 @@ def cost_table(found: Costs, num_sequences: int) -> list[str]:
         f"formulas against a run of {found.checked_at:,} tokens: {100 * off_flops:+.2f} % of "
         f"{found.checked.flops:,} FLOPs, {100 * off_activations:+.2f} % of "
         f"{found.checked.activation_bytes:,} bytes",
+    ]
+
+
+def run_cost(found: Costs, train: TrainConfig, max_length: int, num_sequences: int) -> list[str]:
+    """Operations of a whole run whose every input is as long as it may be; none without a formula.
+
+    A training step is three forward passes: one, and two for the gradients of both factors.
+    """
+    if not found.hold:
+        return []
+    forward = found.flops(max_length)
+    training = 3 * train.num_steps * train.batch_size * forward
+    num_evaluations = -(-train.num_steps // train.eval_every)
+    pair = f"{num_sequences} x " if num_sequences > 1 else ""
+    return [
+        f"training at {pair}{max_length:,} tokens: {training / 1e15:,.3g} PFLOP "
+        f"({train.num_steps:,} steps of {train.batch_size}); its {num_evaluations:,} evaluations: "
+        f"{1000 * num_evaluations * forward / 1e15:,.3g} for each 1,000 validation examples"
     ]
 
 

@@ -356,9 +356,7 @@ def runs_table(rows: Sequence[Row]) -> Table:
         for task, cell in row.cells.items():
             run = cell.runs[0]
             ratio = f"{run.num_params / run.baseline_params:.3f}" if run.baseline_params else ""
-            hardware = {
-                f"{r.hardware.get('name')}, {r.hardware.get('precision')}" for r in cell.runs
-            }
+            hardware = {r.device_text for r in cell.runs}
             lines.append([
                 task_title(task), row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
                 _mean([r.speed.get("steps_per_s") for r in cell.runs]),
@@ -403,11 +401,12 @@ def efficiency_markdown(
 ) -> str:
     """results/tables/efficiency.md."""
     legend = (
-        "Numbers compare within one table and one device only. In a benchmark's table, batch and "
-        "precision are the same for all, ratios are taken inside each round, a spread is theirs: "
-        "(largest - smallest) / median. Growth: exponent of a step's time, or of memory, in the "
-        "length, over the longer half. Memory on a CPU is what the process grows by in a step, "
-        "without parameters and optimiser. `-`: not counted on that device.\n"
+        "Numbers compare within one table and one device only, and speeds of training runs only if "
+        "nothing else ran on the machine. In a benchmark's table, batch and precision are the same "
+        "for all, ratios are taken inside each round, a spread is theirs: (largest - smallest) / "
+        "median. Growth: exponent of a step's time, or of memory, in the length, over the longer "
+        "half. Memory on a CPU is what the process grows by in a step, without parameters and "
+        "optimiser. `-`: not counted on that device.\n"
     )
     parts = ["# Speed and memory\n", GENERATED, legend]
     for title, table in tables:

@@ -111,6 +111,15 @@ class Record:
         if (self.result is None) == (self.status in ("completed", "at_chance")):
             raise ValueError(f"status={self.status!r} does not go with result={self.result}")
 
+    @property
+    def device_text(self) -> str:
+        """What the run's speed depends on: device, precision, and threads on a CPU."""
+        got = self.hardware
+        threads = got.get("num_threads") if got.get("device") == "cpu" else None
+        several = "" if threads == 1 else "s"
+        count = f", {threads} thread{several}" if threads else ""
+        return f"{got.get('name')}, {got.get('precision')}{count}"
+
     def to_json(self) -> str:
         """The file's text; numbers that are not finite become null."""
         return json.dumps(_finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"

@@ -423,7 +423,7 @@ def test_efficiency_tables_say_device_and_leave_uncounted_memory_empty(tmp_path:
     ]
     run = papers.runs_table(build([make_record()]).rows)
     line = dict(zip(run.header, run.rows[0], strict=True))
-    assert line["Peak memory, MB"] == "-" and line["Hardware"] == "Some CPU, float32"
+    assert line["Peak memory, MB"] == "-" and line["Hardware"] == "Some CPU, float32, 4 threads"
     assert (line["Batch"], line["Max. length"], line["Times softmax"]) == ("32", "2000", "1.053")
 
 

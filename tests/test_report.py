@@ -182,6 +182,41 @@ def test_figures_are_named_labelled_and_free_of_dates(drawn: dict[str, bytes]) -
 
 
 @needs_matplotlib
+def test_every_seed_has_a_line_of_its_own_and_no_mean_hides_it() -> None:
+    curves = [[(100, 0.1), (200, 0.4)], [(100, 0.1), (200, 0.1)], [(100, 0.2)]]
+    records = [
+        make_record(seed=seed, curve=[{"step": s, "val_accuracy": a} for s, a in curve])
+        for seed, curve in enumerate(curves)
+    ]
+    axes = figures.learning_curves(build(records).rows, figures.model_styles(["luna"])).axes[0]
+    drawn = {tuple(zip(*line.get_data(), strict=True)) for line in axes.get_lines()}
+    assert drawn == {tuple((s, 100 * a) for s, a in curve) for curve in curves}
+    legend = axes.get_legend()
+    assert legend and [text.get_text() for text in legend.get_texts()] == ["luna"]
+
+
+@needs_matplotlib
+def test_speeds_say_what_they_were_measured_on() -> None:
+    hardware = {"device": "cpu", "name": "Chip", "precision": "float32", "num_threads": 1}
+    runs = [
+        make_record(model=model, hardware={**hardware, "num_threads": threads},
+                    peak_memory_bytes=None)
+        for model, threads in (("luna", 1), ("softmax", 2))
+    ]  # fmt: skip
+    styles = figures.model_styles(["luna"])
+    for records, where in (
+        (runs[:1], "Chip, float32, 1 thread"),
+        (runs, "on different devices or threads"),
+    ):
+        figure = figures.accuracy_speed(build(records).rows, styles)
+        assert figure.axes[0].get_title().split("\n")[1] == where
+        assert "memory" not in figure.get_suptitle()
+    counted = [make_record(peak_memory_bytes=2**20)]
+    assert "memory" in figures.accuracy_speed(build(counted).rows, styles).get_suptitle()
+    assert make_record(hardware={**hardware, "device": "cuda"}).device_text == "Chip, float32"
+
+
+@needs_matplotlib
 def test_figures_are_the_same_bytes_in_another_process(
     drawn: dict[str, bytes], tmp_path: Path
 ) -> None:
