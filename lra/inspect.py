@@ -264,10 +264,14 @@ def run_cost(found: Costs, train: TrainConfig, max_length: int, num_sequences: i
     num_evaluations = -(-train.num_steps // train.eval_every)
     pair = f"{num_sequences} x " if num_sequences > 1 else ""
     return [
-        f"training at {pair}{max_length:,} tokens: {training / 1e15:,.3g} PFLOP "
+        f"training at {pair}{max_length:,} tokens: {_peta(training)} PFLOP "
         f"({train.num_steps:,} steps of {train.batch_size}); its {num_evaluations:,} evaluations: "
-        f"{1000 * num_evaluations * forward / 1e15:,.3g} for each 1,000 validation examples"
+        f"{_peta(1000 * num_evaluations * forward)} for each 1,000 validation examples"
     ]
+
+
+def _peta(flops: int) -> str:
+    return f"{flops / 1e15:,.0f}" if flops >= 1e17 else f"{flops / 1e15:.3g}"
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
