@@ -143,7 +143,7 @@ def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> F
         axes.set_title(_heading(rows, task), fontsize=9)
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")
-        if cells:
+        if axes.get_lines():
             axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2,
                         handlelength=3, handletextpad=0.4, columnspacing=0.8)  # fmt: skip
     return figure

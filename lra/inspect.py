@@ -224,11 +224,11 @@ def parameter_table(name: str, ours: Mapping[str, int], baseline: Mapping[str, i
     return _columns([("parameters", name, "softmax"), *rows])
 
 
-def cost_table(found: Costs, num_sequences: int) -> list[str]:
-    """Costs by length, each token's share and how they were found."""
+def cost_table(found: Costs, lengths: Iterable[int], num_sequences: int) -> list[str]:
+    """Costs at those of `lengths` that were found, each token's share and how they were found."""
     rows: list[tuple[str, ...]] = [("length", "FLOPs", "a token", "activations", "a token", "from")]
-    for length, cost in found.by_length.items():
-        tokens = length * num_sequences
+    for length in sorted(found.by_length.keys() & set(lengths)):
+        cost, tokens = found.by_length[length], length * num_sequences
         rows.append((
             f"{length:,}", f"{cost.flops:,}", f"{cost.flops / tokens:,.0f}",
             f"{cost.activation_bytes / 2**20:,.1f} MiB", f"{cost.activation_bytes / tokens:,.0f} B",
@@ -253,25 +253,28 @@ def cost_table(found: Costs, num_sequences: int) -> list[str]:
 
 
 def run_cost(found: Costs, train: TrainConfig, max_length: int, num_sequences: int) -> list[str]:
-    """Operations of a whole run whose every input is as long as it may be; none without a formula.
+    """Operations of a whole run whose every input is as long as it may be.
 
-    A training step is three forward passes: one, and two for the gradients of both factors.
+    None if the costs at that length are not known. A training step is three forward passes: one,
+    and two for the gradients of both factors.
     """
-    if not found.hold:
+    cost = found.by_length.get(max_length)
+    if cost is None:
         return []
-    forward = found.flops(max_length)
-    training = 3 * train.num_steps * train.batch_size * forward
+    training = 3 * train.num_steps * train.batch_size * cost.flops
     num_evaluations = -(-train.num_steps // train.eval_every)
+    evaluations = f"{num_evaluations:,} evaluation{'s' if num_evaluations > 1 else ''}"
     pair = f"{num_sequences} x " if num_sequences > 1 else ""
     return [
-        f"training at {pair}{max_length:,} tokens: {_peta(training)} PFLOP "
-        f"({train.num_steps:,} steps of {train.batch_size}); its {num_evaluations:,} evaluations: "
-        f"{_peta(1000 * num_evaluations * forward)} for each 1,000 validation examples"
+        f"a run, if all inputs have {pair}{max_length:,} tokens: {_flops(training)} in training "
+        f"({train.num_steps:,} steps of {train.batch_size}); {evaluations}: "
+        f"{_flops(1000 * num_evaluations * cost.flops)} for each 1,000 validation examples"
     ]
 
 
-def _peta(flops: int) -> str:
-    return f"{flops / 1e15:,.0f}" if flops >= 1e17 else f"{flops / 1e15:.3g}"
+def _flops(count: int) -> str:
+    value, unit = (count / 1e15, "PFLOP") if count >= 1e14 else (count / 1e12, "TFLOP")
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import math
 import platform
 import subprocess
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -153,8 +153,8 @@ def load(path: Path) -> Record:
             names the file and the field. `Newer`, if the version is above this program's.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a JSON record ({error})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
@@ -168,9 +168,28 @@ def load(path: Path) -> Record:
             f"{path}: schema_version={version}, but this program reads version {SCHEMA_VERSION}"
         )
     try:
-        return fill(Record, values)
+        record = fill(Record, values)
+        _check_numbers(record)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return record
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, where a finite number or null was expected")
+
+
+def _check_numbers(record: Record) -> None:
+    """Refuse a curve or speeds that tables and figures cannot draw."""
+    places: dict[str, Mapping[str, object]] = {"speed": record.speed}
+    for i, point in enumerate(record.curve):
+        if type(point.get("step")) is not int:
+            raise ValueError(f"curve[{i}].step={point.get('step')!r}: expected a whole number")
+        places[f"curve[{i}]"] = point
+    for place, values in places.items():
+        for key, value in values.items():
+            if value is not None and type(value) not in (int, float):
+                raise ValueError(f"{place}.{key}={value!r}: expected a number or null")
 
 
 def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:

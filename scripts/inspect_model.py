@@ -78,7 +78,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         for stage, outputs in inspect.stage_shapes(make(LENGTHS[0]), LENGTHS[0])
     ]
     width = max(len(stage) for stage, _ in shapes)
-    found = inspect.costs(make, lengths, hardware)
+    found = inspect.costs(make, [*lengths, task.max_length], hardware)
     examples = "one sequence" if task.num_sequences == 1 else f"{task.num_sequences} sequences"
     lines = [
         f"{name} on {task.name}, recipe {config.recipe}",
@@ -92,7 +92,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
         "FLOPs: of the matrix products of a forward pass; training takes about three times as many",
         "activations: what training keeps for the backward pass, parameters left out",
-        *inspect.cost_table(found, task.num_sequences),
+        *inspect.cost_table(found, lengths, task.num_sequences),
         *inspect.run_cost(found, config.train, task.max_length, task.num_sequences),
         "",
         f"shapes of {examples}, {LENGTHS[0]:,} tokens each",

@@ -226,18 +226,30 @@ def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
     found = inspect.costs(make, [1024, 100_000], CPU)
     assert not found.hold and list(found.by_length) == [1024]
     assert not inspect.run_cost(found, typed(compose_config([])).train, 2000, num_sequences=1)
-    assert "longer ones are left out" in "\n".join(inspect.cost_table(found, 1))
+    assert "longer ones are left out" in "\n".join(inspect.cost_table(found, [1024], 1))
 
 
 def test_a_whole_run_is_counted_at_its_longest_input() -> None:
     """By hand: three passes for an example trained on, one for each that is evaluated."""
     train = typed(compose_config(["task=listops", "train.eval_every=2000"])).train
     passes = whole_flops(softmax_flops(2000), 2000)
-    (line,) = inspect.run_cost(costs_of("softmax", 256), train, 2000, num_sequences=1)
+    (line,) = inspect.run_cost(costs_of("softmax", 2000), train, 2000, num_sequences=1)
     assert line == (
-        f"training at 2,000 tokens: {3 * 5000 * 32 * passes / 1e15:.3g} PFLOP (5,000 steps of 32); "
-        f"its 3 evaluations: {3 * 1000 * passes / 1e15:.3g} for each 1,000 validation examples"
+        f"a run, if all inputs have 2,000 tokens: {3 * 5000 * 32 * passes / 1e15:.3g} PFLOP in "
+        f"training (5,000 steps of 32); 3 evaluations: {3 * 1000 * passes / 1e12:.3g} TFLOP for "
+        "each 1,000 validation examples"
     )
+
+
+def test_a_whole_run_shorter_than_the_formulas_hold_is_counted(tmp_path: Path) -> None:
+    """Nystromformer with fewer tokens than landmarks: the formula would give 19 times as much."""
+    done = call(tmp_path, "model=nystromformer", "task.max_length=100", "--lengths=256")
+    assert done.returncode == 0, done.stderr
+    passes = inspect.count(build("model=nystromformer", "task.max_length=100"), 100, CPU).flops
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    (line,) = [line for line in lines if line.startswith("a run, if all")]
+    assert f"100 tokens: {3 * 5000 * 32 * passes / 1e12:.3g} TFLOP in training" in line
+    assert [line.split()[0] for line in lines if line.endswith((" a run", " formula"))] == ["256"]
 
 
 def test_the_report_of_the_default_run(tmp_path: Path) -> None:
@@ -257,7 +269,9 @@ def test_the_report_of_the_default_run(tmp_path: Path) -> None:
         assert line in lines, done.stdout
     (check,) = [line for line in lines if line.startswith("formulas against a run of 2,048")]
     assert check.count("+0.00 % of") == 2
-    assert any(line.startswith("training at 2,000 tokens: 0.095") for line in lines)
+    assert any(
+        line.startswith("a run, if all inputs have 2,000 tokens: 95.4 TFLOP") for line in lines
+    )
     assert [line.split()[0] for line in lines if line.endswith((" a run", " formula"))] == [
         "1,024", "2,048", "4,096", "8,192", "16,384",
     ]  # fmt: skip
@@ -276,7 +290,7 @@ def test_the_report_of_a_changed_pair_task(tmp_path: Path) -> None:
     length, flops, a_token = [line for line in lines if line.startswith("256 ")][0].split()[:3]
     whole, share = (int(text.replace(",", "")) for text in (flops, a_token))
     assert share == round(whole / 512)
-    assert any(line.startswith("training at 2 x 4,000 tokens: ") for line in lines)
+    assert any(line.startswith("a run, if all inputs have 2 x 4,000 tokens: ") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,25 @@ def test_a_wrong_field_is_named_with_its_file(
     assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"curve": [{"val_accuracy": 0.5}]}, "curve[0].step=None: expected a whole number"),
+        ({"curve": [{"step": 1}, {"step": "a"}]}, "curve[1].step='a'"),
+        ({"curve": [{"step": 1, "val_loss": "b"}]}, "curve[0].val_loss='b': expected a number"),
+        ({"curve": [{"step": 1, "val_loss": float("nan")}]}, "NaN, where a finite number"),
+        ({"speed": {"tokens_per_s": "x"}}, "speed.tokens_per_s='x': expected a number"),
+    ],
+)
+def test_numbers_that_no_table_could_use_are_named_with_their_file(
+    tmp_path: Path, wrong: dict[str, Any], expected: str
+) -> None:
+    path = save(make_record(), tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
+    read, (warning,) = load_all(tmp_path)
+    assert read == [] and path.name in warning and expected in warning
+
+
 @pytest.mark.parametrize("accuracy", [37.12, -0.1])
 def test_accuracy_is_a_fraction(accuracy: float) -> None:
     with pytest.raises(ValueError, match=f"accuracy={accuracy}: expected a fraction from 0 to 1"):
