@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import io
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lra.benchmarks import Benchmark, slope
+from lra.floors import Floors
 from lra.leaderboard import Cell, Row, task_title, tasks_with_own
+from lra.progress import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +27,7 @@ FIRST = ("softmax", "luna", "nystromformer", "fastformer")  # have the same styl
 RC: Any = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
       "axes.spines.right": False, "font.size": 8}  # fmt: skip
 MAX_ROWS = 10  # in one panel
+RUNS = "Validation accuracy while training, by task: a line for each run."
 
 
 def unavailable() -> str:
@@ -34,14 +39,16 @@ def unavailable() -> str:
     return ""
 
 
-def draw(rows: Sequence[Row], benchmarks: Sequence[Benchmark]) -> dict[str, bytes]:
+def draw(
+    rows: Sequence[Row], benchmarks: Sequence[Benchmark], floors: Sequence[Floors] = ()
+) -> dict[str, bytes]:
     """All figures: file name to content, an SVG and a PNG of each."""
     models = {row.model for row in rows} | {c.model for b in benchmarks for c in b.cells}
     styles = model_styles(models)
     figures = {}
     if rows:
         figures["accuracy_speed"] = accuracy_speed(rows, styles)
-        figures["learning_curves"] = learning_curves(rows, styles)
+        figures["learning_curves"] = learning_curves(rows, styles, floors)
     for benchmark in benchmarks:
         if any(c.status == "ok" for c in benchmark.cells):
             figures[f"benchmark_{benchmark.name}"] = by_length(benchmark, styles)
@@ -62,6 +69,12 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
     counted = any(r.peak_memory_bytes for row in rows for c in row.cells.values() for r in c.runs)
     title = "Test accuracy against training speed" + " (bubble area: peak memory)" * counted
     figure, panels = _panels(title, *_grid(len(tasks)))
+    bars = any(cell.std for row in rows for cell in row.cells.values())
+    figure.set_label(
+        "Test accuracy against training speed, by task."
+        + " Bars: sample deviation over seeds." * bars
+        + " Bubble area: peak memory, hollow where it was not counted." * counted
+    )
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
@@ -116,14 +129,18 @@ def _heading(rows: Sequence[Row], task: str) -> str:
     return task_title(task) + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
 
 
-def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Figure:
-    """One panel a task: validation accuracy by step, a line for each run.
+def learning_curves(
+    rows: Sequence[Row], styles: dict[str, dict[str, Any]], floors: Sequence[Floors] = ()
+) -> Figure:
+    """One panel a task: validation accuracy by step, a line for each run, and one for each rule.
 
     No mean over seeds: where some have left a plateau and others not, it shows what no run had.
+    Rules are drawn where all runs of the panel have the data that these were measured on.
     """
     several = len({row.recipe for row in rows}) > 1
     tasks = _with_results(rows)
     figure, panels = _panels("Validation accuracy while training, each seed", *_grid(len(tasks)))
+    figure.set_label(RUNS)
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
         seen: Counter[str] = Counter()
@@ -140,6 +157,13 @@ def learning_curves(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> F
                           linestyle=dashes, markersize=4, markevery=max(1, len(points) // 6),
                           linewidth=1.1, alpha=0.8, label=label, **styles[row.model])  # fmt: skip
                 label = "_"  # one entry in the legend for all seeds of a row
+        fitting = [f for f in floors if f.task == task
+                   and {f.data.fingerprint} == {cell.fingerprint for _, cell in cells}]  # fmt: skip
+        for i, floor in enumerate(floor for f in fitting for floor in f.floors):
+            figure.set_label(f"{RUNS} In grey: what rules without any model reach.")
+            height, dashes = 100 * floor.val.accuracy, DASHES[1:][i % len(DASHES[1:])]
+            axes.axhline(height, color="#555555", linewidth=1.2, linestyle=dashes, zorder=1,
+                         label=f"{floor.description}: {percent(height)}")  # fmt: skip
         axes.set_title(_heading(rows, task), fontsize=9)
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")
@@ -158,6 +182,8 @@ def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure
     ]
     quantities = [q for q in quantities if any(q[1](c) for c in benchmark.cells)]
     figure, panels = _panels(benchmark.title, len(modes), len(quantities))
+    shown = " and ".join(title.partition(" (")[0] for title, _ in quantities)
+    figure.set_label(f"By sequence length, {benchmark.name}: {shown}.")
     for axes, (mode, (title, read)) in zip(
         panels, [(m, q) for m in modes for q in quantities], strict=True
     ):
@@ -223,10 +249,13 @@ def _plain_log(axis: Axis) -> None:
 
 
 def encode(figure: Figure, name: str, kind: str) -> bytes:
-    """The file's content, free of dates, versions and random ids."""
+    """The file's content, free of dates, versions and random ids; an SVG holds its caption."""
     from matplotlib import rc_context
 
-    metadata = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}[kind]
+    metadata = {
+        "svg": {"Date": None, "Creator": None, "Title": str(figure.get_label())},
+        "png": {"Software": None},
+    }[kind]
     buffer = io.BytesIO()
     with rc_context({**RC, "svg.hashsalt": name}):
         # A legend below its axes moves when they shrink: one pass leaves it cut off.
@@ -234,3 +263,9 @@ def encode(figure: Figure, name: str, kind: str) -> bytes:
             figure.draw_without_rendering()
         figure.savefig(buffer, format=kind, dpi=130, metadata=metadata)
     return buffer.getvalue()
+
+
+def caption(svg: bytes) -> str:
+    """What `encode` wrote into a picture about what it shows."""
+    found = re.search(rb"<title>(.*?)</title>", svg, re.DOTALL)
+    return html.unescape(found[1].decode()) if found else ""

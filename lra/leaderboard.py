@@ -6,6 +6,7 @@ Published rows are kept apart and never enter a mean.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 from collections import Counter, defaultdict
@@ -16,10 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lra.config import flatten
+from lra.floors import Floor, Floors
 from lra.progress import percent
-from lra.records import Record
-from lra.statistics import mean_std, wilson
+from lra.records import Record, unpack_correct
+from lra.statistics import compare, mean_std, wilson
 
 PUBLISHED = Path(__file__).resolve().parent.parent / "results" / "published.csv"
 TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image",
@@ -116,10 +120,50 @@ class Cell:
         }
         return "".join(letter for letter, holds in found.items() if holds)
 
+    @property
+    def fingerprint(self) -> str:
+        """Which data the runs had."""
+        return str(self.runs[0].data.get("fingerprint", ""))
+
+    @cached_property
+    def correct(self) -> dict[int, np.ndarray]:
+        """By seed, which test examples were right; without records that do not, or wrongly, say."""
+        found = {}
+        for run in self.runs:
+            test = run.result.test if run.result else None
+            if test and test.correct is not None:
+                with contextlib.suppress(ValueError):  # `records.py validate` names it
+                    found[run.seed] = unpack_correct(test.correct, test.num_examples)
+        return found
+
+    def clearly_above(self, other: Cell) -> bool:
+        """Whether 95 % intervals over test examples and over two or more common seeds say so."""
+        seeds = sorted(self.correct.keys() & other.correct.keys())
+        sides = [[cell.correct[seed] for seed in seeds] for cell in (self, other)]
+        same = self.fingerprint == other.fingerprint and len({len(c) for c in sum(sides, [])}) == 1
+        return same and len(seeds) > 1 and _is_above(np.stack(sides[0]), np.stack(sides[1]))
+
+    def clearly_above_rule(self, rule: Floor) -> bool:
+        """The same against a rule; of a single seed over test examples only."""
+        rule_N = rule.test.correct_N
+        if (
+            self.failed
+            or not self.correct
+            or {len(c) for c in self.correct.values()} != {len(rule_N)}
+        ):
+            return False
+        runs_SN = np.stack(list(self.correct.values()))
+        return _is_above(runs_SN, np.broadcast_to(rule_N, runs_SN.shape))
+
     def __str__(self) -> str:
         spread = f" ± {percent(self.std)}" if self.std is not None else ""
         figure = FAIL if self.failed else percent(self.mean) + spread
         return f"{figure} ({len(self.runs)})"
+
+
+def _is_above(a_SN: np.ndarray, b_SN: np.ndarray) -> bool:
+    result = compare(a_SN, b_SN)
+    return result.clear and result.difference > 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +223,7 @@ class Board:
     published: list[Published]
     left_out: list[tuple[str, Record]]  # with a key of LEFT_OUT
     notes: list[str]
+    floors: list[Floors]
 
 
 def load_published(path: Path | None = None) -> list[Published]:
@@ -224,7 +269,10 @@ def check_percent(text: str, where: str) -> None:
 
 
 def build(
-    records: Iterable[Record], published: Sequence[Published] = (), options: Options | None = None
+    records: Iterable[Record],
+    published: Sequence[Published] = (),
+    options: Options | None = None,
+    floors: Iterable[Floors] = (),
 ) -> Board:
     """Sort records into the table and the lists below it."""
     options = options or Options()
@@ -253,7 +301,9 @@ def build(
     options = replace(options, tasks=options.tasks or tasks_with_own(rows))
     order = list(LEFT_OUT)
     left_out.sort(key=lambda item: (order.index(item[0]), _natural(item[1])))
-    return Board(options, rows, list(published) if options.published else [], left_out, notes)
+    published = list(published) if options.published else []
+    floors = [f for f in floors if f.task in options.tasks]
+    return Board(options, rows, published, left_out, notes, floors)
 
 
 def tasks_with_own(rows: Iterable[Row]) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ const thousands = (value) => (value === null ? "" : value.toLocaleString("en-US"
 const short = (value, unit) => (value === null ? "" : `${Number(value.toPrecision(4)).toLocaleString("en-US")}${unit || ""}`);
 const asNumber = (text) => (/^[-+]?[\d,]*\.?\d+/.test(text) ? parseFloat(text.replace(/,/g, "")) : text);
 
-// A column is {title, value: row => sortable, show: row => text or node, number: bool}.
+// A column is {title, value: row => sortable, show: row => text or node, number: bool, wide: bool};
+// one that is wide is left out on a narrow screen.
 function table(caption, columns, rows, limit) {
   let sorted = -1, ascending = true, all = false;
   const body = el("tbody"), headers = [], box = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": caption });
@@ -46,22 +47,32 @@ function table(caption, columns, rows, limit) {
     }
     const shown = all || !limit ? ordered : ordered.slice(0, limit);
     body.replaceChildren(...shown.map((row) => el("tr", null, ...columns.map((column, i) =>
-      el(i ? "td" : "th", { ...(i ? {} : { scope: "row" }), class: column.number ? "number" : "" }, column.show(row))))));
+      el(i ? "td" : "th", { ...(i ? {} : { scope: "row" }), class: kind(column) }, column.show(row))))));
     more.textContent = `Show all ${ordered.length} rows`;
     more.hidden = shown.length === ordered.length;
     headers.forEach((th, i) => th.setAttribute("aria-sort", i !== sorted ? "none" : ascending ? "ascending" : "descending"));
   }
   columns.forEach((column, i) => {
     const sort = () => { ascending = sorted === i ? !ascending : !column.number; sorted = i; fill(); };
-    headers.push(el("th", { scope: "col", class: column.number ? "number" : "" }, el("button", { type: "button", onclick: sort }, column.title)));
+    headers.push(el("th", { scope: "col", class: kind(column) }, el("button", { type: "button", onclick: sort }, column.title)));
   });
   box.append(el("table", null, el("caption", null, caption), el("thead", null, el("tr", null, ...headers)), body));
   fill();
   return el("div", null, box, limit ? more : null);
 }
 
+const kind = (column) => (column.number ? "number" : column.wide ? "wide" : "");
+
 function text(title, read, number) {
   return { title, value: (row) => read(row), show: (row) => read(row), number: Boolean(number) };
+}
+
+// On a narrow screen a variant stands under its model, so that numbers come next.
+function modelAndVariant(model, variant) {
+  return [
+    { title: "Model", value: model, show: (row) => el("span", null, model(row), variant(row) ? el("span", { class: "narrow" }, variant(row)) : null) },
+    { ...text("Variant", variant), wide: true },
+  ];
 }
 
 function drawBoard(filter) {
@@ -71,6 +82,8 @@ function drawBoard(filter) {
     const rows = data.rows.filter((row) => row.recipe === recipe && row.model.toLowerCase().includes(filter.text)
       && (!filter.task || row.cells[filter.task]));
     if (!rows.length) continue;
+    const filled = tasks.filter((task) => rows.some((row) => row.cells[task]));
+    const empty = tasks.filter((task) => !filled.includes(task)).map((task) => data.titles[task]);
     const cell = (row, task) => {
       const found = row.cells[task];
       if (!found) return "";
@@ -78,16 +91,17 @@ function drawBoard(filter) {
       return el("button", { type: "button", class: "cell", "aria-haspopup": "dialog",
         onclick: () => open(`${row.model} on ${data.titles[task]}`, found.runs) }, label);
     };
-    const average = (row, i) => (row.bestAverages[i] ? el("strong", null, percent(row.averages[i])) : percent(row.averages[i]));
+    const averages = data.averages.map((title, i) => ({ title, number: true,
+      value: (row) => row.averages[i], show: (row) => percent(row.averages[i]) }));
     parts.push(table(`Recipe ${recipe}`, [
-      text("Model", (row) => row.model), text("Variant", (row) => row.variant),
-      ...tasks.map((task) => ({ title: data.titles[task], number: true, show: (row) => cell(row, task),
+      ...modelAndVariant((row) => row.model, (row) => row.variant),
+      ...filled.map((task) => ({ title: data.titles[task], number: true, show: (row) => cell(row, task),
         value: (row) => (row.cells[task] ? row.cells[task].value : null) })),
-      ...(filter.task ? [] : data.averages.map((title, i) => ({ title, number: true,
-        value: (row) => row.averages[i], show: (row) => average(row, i) }))),
+      ...(filter.task ? [] : averages.filter((column) => rows.some((row) => column.value(row) !== null))),
       { title: "Params", number: true, value: (row) => row.params[1],
         show: (row) => [...new Set(row.params)].map(thousands).join(" to ") },
-    ], rows), el("ul", { class: "note" }, ...data.footnotes[recipe].map(([mark, note]) => el("li", null, `[${mark}] ${note}`))));
+    ], rows), el("ul", { class: "note" }, ...data.footnotes[recipe].map(([mark, note]) => el("li", null, `[${mark}] ${note}`)),
+      empty.length ? el("li", null, `No result yet: ${empty.join(", ")}`) : null));
   }
   document.getElementById("board").replaceChildren(...(parts.length ? parts : [el("p", null, "No finished run fits.")]));
 }
@@ -100,11 +114,11 @@ function drawRuns(filter) {
   document.getElementById("list").replaceChildren(table("Runs", [
     { title: "Run", value: (run) => run.id, show: (run) => el("button", { type: "button", class: "cell", "aria-haspopup": "dialog",
       onclick: () => open(run.id, [run.index]) }, run.id) },
+    { title: "Test", number: true, value: (run) => run.test, show: (run) => percent(run.test) },
     text("Task", (run) => data.titles[run.task] || run.task), text("Model", (run) => run.model), text("Recipe", (run) => run.recipe),
     text("Seed", (run) => run.seed, true), text("Status", (run) => run.outcome),
-    { title: "Test", number: true, value: (run) => run.test, show: (run) => percent(run.test) },
     { title: "Steps/s", number: true, value: (run) => run.steps_per_s, show: (run) => short(run.steps_per_s) },
-    text("Finished", (run) => run.finished),
+    { title: "Finished", value: (run) => run.finished, show: (run) => run.finished.slice(0, 10) },
   ], rows, SHOWN));
 }
 
@@ -180,6 +194,7 @@ dialog.addEventListener("close", () => history.replaceState(null, "", location.p
 draw();
 for (const [title, header, rows, numeric] of data.tables) {
   const columns = header.map((name, i) => ({ title: name, number: numeric[i], value: (row) => asNumber(row[i]), show: (row) => row[i] }));
+  if (header[0] === "Model" && header[1] === "Variant") columns.splice(0, 2, ...modelAndVariant((row) => row[0], (row) => row[1]));
   document.getElementById("tables").append(el("details", null, el("summary", null, title), table(title, columns, rows)));
 }
 if (!document.getElementById("pictures").children.length) document.getElementById("pictures").append("No figures yet.");

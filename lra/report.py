@@ -16,7 +16,15 @@ from lra.config import flatten
 from lra.leaderboard import LEFT_OUT, Board, task_title
 from lra.records import Record
 from lra.statistics import wilson
-from lra.tables import Table, average_titles, footnotes, marked, measured_table
+from lra.tables import (
+    LEGEND,
+    Table,
+    average_titles,
+    floor_notes,
+    footnotes,
+    marked,
+    measured_table,
+)
 
 FOLDER = Path(__file__).resolve().parent
 MAX_POINTS = 32  # of a curve
@@ -43,6 +51,8 @@ def page(
         # Only this very script may run, whatever else finds its way into the page.
         "script_hash": f"sha256-{digest}",
         "script": script,
+        "legend": html.escape(LEGEND),
+        "floors": "".join(f'<p class="note">{html.escape(n)}</p>' for n in floor_notes(board)),
         "figures": "".join(_picture(title, svg) for title, svg in figures.items()),
         # "<" could end the script element that holds the data.
         "data": json.dumps(content(board, records, tables), separators=(",", ":"))
@@ -54,8 +64,11 @@ def page(
 
 def _picture(title: str, svg: bytes) -> str:
     source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
-    name = html.escape(title)
-    return f'<figure><figcaption>{name}</figcaption><img src="{source}" alt="{name}"></figure>'
+    name, width = html.escape(title), re.search(rb'<svg [^>]*?\bwidth="([\d.]+)pt"', svg)
+    style = f' style="--width: {width[1].decode()}pt"' if width else ""
+    return (
+        f'<figure{style}><img src="{source}" alt="{name}"><figcaption>{name}</figcaption></figure>'
+    )
 
 
 def content(
@@ -68,7 +81,7 @@ def content(
     for recipe in recipes:
         members = [row for row in board.rows if row.recipe == recipe]
         notes[recipe] = footnotes(members)
-        best, width = measured_table(members, board.options).best, len(board.options.tasks)
+        best = measured_table(members, board.options).best
         for i, row in enumerate(members):
             cells = {
                 task: {"text": marked(cell), "value": None if cell.failed else cell.mean,
@@ -76,11 +89,9 @@ def content(
                        "runs": [index[id(run)] for run in cell.runs]}
                 for task, cell in row.cells.items()
             }  # fmt: skip
-            averages = [row.average(a) for a in board.options.averages]
             rows.append({
                 "model": row.model, "recipe": recipe, "variant": row.variant, "cells": cells,
-                "averages": averages, "params": row.params,
-                "bestAverages": [(i, 2 + width + j) in best for j in range(len(averages))],
+                "averages": [row.average(a) for a in board.options.averages], "params": row.params,
             })  # fmt: skip
     pool: dict[str, int] = {}
     outcomes = {id(r): LEFT_OUT[why] for why, r in board.left_out}

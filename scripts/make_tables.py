@@ -13,12 +13,8 @@ sys.path.insert(0, str(ROOT))
 
 from lra import benchmarks, figures, leaderboard, papers, records, report, tables  # noqa: E402
 from lra.files import check_writable  # noqa: E402
+from lra.floors import load_all as load_floors  # noqa: E402
 from lra.script import run_script  # noqa: E402
-
-FIGURE_TITLES = {
-    "accuracy_speed": "Test accuracy against training speed and memory, by task",
-    "learning_curves": "Validation accuracy while training, by task",
-}
 
 
 def generate(
@@ -27,9 +23,11 @@ def generate(
     """Every generated file and its content, and which records could not be read."""
     runs, warnings = records.load_all(results)
     bench, more = benchmarks.load_benchmarks(results)
+    floors, damaged = load_floors(results)
+    more += damaged
     published = leaderboard.load_published(_own_or_ours(results, "published.csv"))
     efficiency = papers.load_efficiency(_own_or_ours(results, "published_efficiency.csv"))
-    board = leaderboard.build(runs, published, options)
+    board = leaderboard.build(runs, published, options, floors)
     for message in [*warnings, *more, *board.notes]:
         say(message)
     # Messages name files relative to the results folder, so that they are the same everywhere.
@@ -42,7 +40,7 @@ def generate(
         "leaderboard.csv": tables.csv_text(board),
         "leaderboard.tex": tables.latex(board),
     }
-    titled = [("Published accuracy", tables.published_table(board.published, options))]
+    titled = [("Published accuracy", tables.published_table(board.published, board.options))]
     titled = titled if board.published else []
     for paper in papers.PAPERS:
         table = papers.paper_table(paper, board.published, board.rows)
@@ -57,12 +55,15 @@ def generate(
 
     missing = figures.unavailable()
     if with_figures and not missing:
-        files |= {f"figures/{k}": v for k, v in figures.draw(board.rows, bench).items()}
+        files |= {
+            f"figures/{k}": v for k, v in figures.draw(board.rows, bench, board.floors).items()
+        }
     else:  # the page keeps the figures that lie there
         say(missing or "figures left as they are")
         files |= {f"figures/{p.name}": p.read_bytes() for p in results.glob("figures/*.svg")}
-    pictures = {_title(Path(k).stem): v for k, v in sorted(files.items())
-                if k.endswith(".svg") and isinstance(v, bytes)}  # fmt: skip
+    names = sorted(files, key=lambda name: ("benchmark" in name, name))
+    svgs = {Path(name).stem: files[name] for name in names if name.endswith(".svg")}
+    pictures = {figures.caption(v) or k: v for k, v in svgs.items() if isinstance(v, bytes)}
     files["report.html"] = report.page(board, runs, pictures, titled + speed)
 
     contents = {results / k: v if isinstance(v, bytes) else v.encode() for k, v in files.items()}
@@ -80,10 +81,6 @@ def generate(
 def _own_or_ours(results: Path, name: str) -> Path:
     """Published figures lie beside the records; a folder without them gets the project's."""
     return results / name if (results / name).exists() else ROOT / "results" / name
-
-
-def _title(stem: str) -> str:
-    return FIGURE_TITLES.get(stem, f"Time and memory by length: {stem.removeprefix('benchmark_')}")
 
 
 def main() -> int:

@@ -13,11 +13,14 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from lra import papers, tables
 from lra.benchmarks import load_benchmarks, slope
+from lra.floors import Data, Floor, Floors, Score
 from lra.leaderboard import (
     FAIL,
     TASKS,
@@ -30,7 +33,7 @@ from lra.leaderboard import (
     task_table,
 )
 from lra.progress import percent
-from lra.records import Protocol, Record, load_all
+from lra.records import Protocol, Record, load_all, pack_correct
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,11 +243,89 @@ def test_one_finished_one_killed_one_diverged() -> None:
     assert len(board.rows[0].cells["listops"].runs) == 1 and len(board.left_out) == 2
 
 
-def test_best_is_found_before_rounding_and_equal_prints_are_all_bold() -> None:
-    accuracies = {"softmax": 0.71404, "luna": 0.71396, "fastformer": 0.71394}
-    records = [make_record("pathfinder", model, accuracy=a) for model, a in accuracies.items()]
-    text = tables.markdown(build(records))
-    assert text.count("**71.40 (1)**") == 2 and "| 71.39 (1) |" in text
+def bold(records: list[Record]) -> list[str]:
+    """What stands in bold in the measured tables."""
+    text = tables.results_section(build(records, options=Options(include_reduced=True)))
+    return [cell for line in text.splitlines() for cell in re.findall(r"\*\*(.*?)\*\*", line)]
+
+
+def seeds(model: str, *accuracies: float, task: str = "listops", **fields: Any) -> list[Record]:
+    """A run for each accuracy, seeds from 0; the better of two has all right that the other has."""
+    return [make_record(task, model, s, a, **fields) for s, a in enumerate(accuracies)]
+
+
+def test_bold_is_what_stands_out_over_examples_and_over_seeds() -> None:
+    others = seeds("softmax", 0.37, 0.37, 0.38) + seeds("fastformer", 0.36, 0.36, 0.37)
+    assert bold(seeds("luna", 0.41, 0.42, 0.42) + others) == ["41.67 ± 0.58 (3)"]
+    # A third row at its heels: clear against the others is not enough.
+    near = seeds("nystromformer", 0.415, 0.415, 0.415)
+    assert bold(seeds("luna", 0.41, 0.42, 0.42) + others + near) == []
+    # Over other seeds it might be the other way round.
+    assert bold(seeds("luna", 0.60, 0.30, 0.40) + others) == []
+    # Above in the mean, but below in the seeds that both have.
+    assert bold(seeds("luna", 0.2, 0.2, 0.9, 0.9, 0.9) + seeds("softmax", 0.5, 0.5)) == []
+    # A difference in every seed, of too few examples: 1 of 2000, then 8 of them.
+    for more, found in ((1, []), (8, ["37.40 ± 0.00 (3)"])):
+        close = seeds("luna", *[0.37 + more / 2000] * 3) + seeds("softmax", 0.37, 0.37, 0.37)
+        assert bold(close) == found
+
+
+def test_one_seed_other_seeds_or_other_data_are_never_bold() -> None:
+    assert bold(seeds("luna", 0.9) + seeds("softmax", 0.2)) == []
+    best, low = seeds("luna", 0.9, 0.9), seeds("softmax", 0.2, 0.2)
+    assert bold(best + low) == ["90.00 ± 0.00 (2)"]
+    assert bold(best) == []
+    later = [make_record(model="softmax", seed=s, accuracy=0.2) for s in (1, 2)]
+    assert bold(best + later) == []  # one seed in common
+    elsewhere = [dataclasses.replace(r, data=r.data | {"fingerprint": "f" * 64}) for r in low]
+    assert bold(best + elsewhere) == []
+    assert low[0].result and low[1].result
+    for correct in (None, "AAAA"):  # a record that does not, or wrongly, say which were right
+        test = dataclasses.replace(low[1].result.test, correct=correct)
+        silent = dataclasses.replace(low[1], result=dataclasses.replace(low[1].result, test=test))
+        assert bold([*best, low[0], silent]) == []
+
+
+def test_failed_and_reduced_cells_are_not_ranked() -> None:
+    low = seeds("softmax", 0.2, 0.2)
+    failed = [dataclasses.replace(r, status="at_chance") for r in low]
+    assert bold(seeds("luna", 0.9, 0.9) + failed) == []
+    middle = seeds("fastformer", 0.5, 0.5)
+    assert bold(seeds("luna", 0.9, 0.9, budget="reduced") + low + middle) == ["50.00 ± 0.00 (2)"]
+
+
+def test_means_of_several_tasks_are_never_bold() -> None:
+    records = [r for t in TASKS for m, a in (("luna", 0.9), ("softmax", 0.2))
+               for r in seeds(m, a, a, task=t)]  # fmt: skip
+    assert bold(records) == ["90.00 ± 0.00 (2)"] * 6
+
+
+def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
+    scores = {name: made_up_score(right) for name, right in (("a", 0.15), ("b", 0.37))}
+    rules = [Floor(name, f"answer {name}", score, score) for name, score in scores.items()]
+    records = seeds("luna", 0.37, 0.371, 0.37) + seeds("softmax", 0.50)
+    data = Data("s", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+    text = tables.results_section(build(records, floors=[Floors("listops", data, rules)]))
+    assert text.startswith("On ListOps, rules without any model are right in 15.00 % (always answer"
+                           " a; 2 of 2 rows above) and 37.00 % (always answer b; 1 of 2 rows above)"
+                           " of test;")  # fmt: skip
+    better = [dataclasses.replace(rules[0], test=made_up_score(0.9))]
+    assert "0 of 2 rows above" in tables.results_section(
+        build(records, floors=[Floors("listops", data, better)])
+    )
+    # A run at chance is above nothing, whatever its test figure.
+    failed = [dataclasses.replace(r, status="at_chance") for r in records]
+    assert "0 of 2 rows above" in tables.results_section(
+        build(failed, floors=[Floors("listops", data, rules)])
+    )
+    other = dataclasses.replace(data, fingerprint="f" * 64)
+    for floors in ([Floors("listops", other, rules)], [Floors("text", data, rules)]):
+        assert tables.results_section(build(records, floors=floors)).startswith("### Recipe")
+
+
+def made_up_score(accuracy: float) -> Score:
+    correct_N = np.arange(2000) < round(2000 * accuracy)
+    return Score(accuracy, 2000, pack_correct(correct_N))
 
 
 def test_a_half_rounds_up() -> None:
@@ -537,9 +618,12 @@ def test_command_builds_checks_and_rebuilds_byte_for_byte(tmp_path: Path) -> Non
     assert make_tables("--results", results, "--no-figures", "--check").returncode == 0
 
     (results / "leaderboard.csv").write_text("edited by hand\n")
+    (results / "floors").mkdir()
+    (results / "floors" / "text.json").write_text("{")
     checked = make_tables("--results", results, "--no-figures", "--check")
     assert checked.returncode == 1 and "stale: " in checked.stdout
-    assert "leaderboard.csv" in checked.stdout and "leaderboard.md" not in checked.stdout
+    assert "bad record: floors" in checked.stdout and "text.json: not a JSON" in checked.stdout
+    assert "leaderboard.csv" in checked.stdout and "leaderboard.tex" not in checked.stdout
     assert (results / "leaderboard.csv").read_text() == "edited by hand\n"
 
 

@@ -14,12 +14,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lra import figures, papers, report, tables
 from lra.benchmarks import load_benchmarks
-from lra.leaderboard import Board, Options, build, load_published
-from lra.records import Record, save
+from lra.floors import Data, Floor, Floors, Score
+from lra.leaderboard import TASKS, Board, Options, build, load_published
+from lra.records import Record, pack_correct, save
 from tests.browser import CHROMIUM, Browser
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
@@ -193,6 +195,48 @@ def test_every_seed_has_a_line_of_its_own_and_no_mean_hides_it() -> None:
     assert drawn == {tuple((s, 100 * a) for s, a in curve) for curve in curves}
     legend = axes.get_legend()
     assert legend and [text.get_text() for text in legend.get_texts()] == ["luna"]
+
+
+@needs_matplotlib
+def test_rules_are_lines_where_the_runs_have_their_data() -> None:
+    def drawn(fingerprint: str, task: str = "listops") -> tuple[list[str], str]:
+        score = Score(0.25, 2000, pack_correct(np.arange(2000) < 500))
+        data = Data("s", fingerprint, {"val": 2000, "test": 2000})
+        rules = [Floor(n, f"rule {n}", score, score) for n in "ab"]
+        figure = figures.learning_curves(
+            build([run]).rows, figures.model_styles(["luna"]), [Floors(task, data, rules)]
+        )
+        lines = figure.axes[0].get_lines()
+        heights = {y for line in lines[1:] for y in line.get_ydata()}
+        assert heights == ({25.0} if lines[1:] else set())
+        assert len({str(line._dash_pattern) for line in lines[1:]}) == len(lines[1:])
+        legend = figure.axes[0].get_legend()
+        assert legend
+        return [t.get_text() for t in legend.get_texts()], str(figure.get_label())
+
+    run = make_record()
+    names, caption = drawn(run.data["fingerprint"])
+    assert names == ["luna", "rule a: 25.00", "rule b: 25.00"] and "rules without" in caption
+    for other in (drawn("f" * 64), drawn(run.data["fingerprint"], "text")):
+        assert other == (["luna"], figures.RUNS)
+
+
+@needs_matplotlib
+def test_captions_say_what_is_drawn(drawn: dict[str, bytes], board: Board) -> None:
+    captions = {k: figures.caption(v) for k, v in drawn.items() if k.endswith(".svg")}
+    assert captions == {
+        "accuracy_speed.svg": "Test accuracy against training speed, by task. Bars: sample "
+        "deviation over seeds.",
+        "learning_curves.svg": figures.RUNS,
+        "benchmark_cpu.svg": "By sequence length, cpu: time per step.",
+        "benchmark_cuda.svg": "By sequence length, cuda: time per step and peak memory.",
+    }
+    counted = figures.draw(build([make_record(peak_memory_bytes=2**20)]).rows, [])
+    assert figures.caption(counted["accuracy_speed.svg"]) == (
+        "Test accuracy against training speed, by task. Bubble area: peak memory, hollow where it "
+        "was not counted."
+    )
+    assert figures.caption(b"<svg/>") == ""
 
 
 @needs_matplotlib
@@ -372,6 +416,35 @@ class TestInTheBrowser:
                 browser.js("document.querySelector('dialog').getBoundingClientRect().right") <= 360
             )
 
+    @pytest.mark.parametrize("width", [1400, 420])
+    def test_columns_without_a_number_push_no_other_out_of_sight(
+        self, tmp_path: Path, width: int
+    ) -> None:
+        wide = {"model.projection_length": 128}
+        records = [make_record(seed=s, overrides=o) for s in range(3) for o in ({}, wide)]
+        (tmp_path / "report.html").write_text(page(records, {"Caption": b'<svg width="432pt"/>'}))
+        with Browser(width=width, height=900) as browser:
+            browser.open(tmp_path / "report.html")
+            headers = "[...document.querySelectorAll('#board thead th')]"
+            shown = browser.js(f"{headers}.filter((e) => e.offsetWidth).map((e) => e.innerText)")
+            variant = ["Variant"] if width == 1400 else []
+            assert [h.split()[0] for h in shown] == ["Model", *variant, "ListOps", "Params"]
+            box = "document.querySelector('#board .scroll')"
+            assert browser.js(f"{box}.scrollWidth <= {box}.clientWidth")
+            assert "projection_length=128" in browser.js(f"{box}.innerText")
+            notes = browser.js("document.querySelector('#board ul').textContent")
+            assert "No result yet: Text, Retrieval, Image, Pathfinder, Path-X" in notes
+            # The figure of each run beside its id, which breaks at hyphens only.
+            cells = "document.querySelector('#list tbody tr').children"
+            assert browser.js(f"{cells}[1].innerText") == "37.00"
+            assert browser.js(f"{cells}[1].getBoundingClientRect().right") <= width
+            button = f"{cells}[0].querySelector('button')"
+            height = browser.js(f"parseFloat(getComputedStyle({button}).lineHeight)")
+            lines = browser.js(f"{button}.offsetHeight") / height
+            assert 0 < lines < len(records[0].run_id.split("-")) + 0.5
+            picture = browser.js("document.querySelector('figure').offsetWidth")
+            assert picture >= min(width - 32, 1.5 * 576)
+
     def test_names_for_assistive_technology(self, results_page: Path) -> None:
         with Browser() as browser:
             browser.open(results_page)
@@ -391,7 +464,7 @@ def test_five_thousand_records_in_twenty_seconds_and_five_megabytes(tmp_path: Pa
     curve = [{"step": 50 * i, "train_loss": 1.0, "val_loss": 1.0, "lr": 1e-4,
               "val_accuracy": (37 * i % 100) / 100} for i in range(100)]  # fmt: skip
     for task, model, heads, seed in product(ACCURACY, models, range(1, 11), range(10)):
-        if task != "pathx":
+        if task in TASKS[:5]:
             changed = {"shape.num_heads": heads}
             save(make_record(task, model, seed, overrides=changed, curve=curve), tmp_path)
     assert sum(1 for _ in tmp_path.rglob("*.json")) == 5000

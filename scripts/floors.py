@@ -1,0 +1,40 @@
+"""What rules reach that no model should stay below: the commonest label, and that of the first
+token, counted on train and measured on val and test.
+
+python scripts/floors.py task=listops
+
+Takes every key of the config; writes results/floors/<task>.json, which tables and figures show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lra import floors  # noqa: E402
+from lra.build import make_task  # noqa: E402
+from lra.cli import compose_config, run_program, typed  # noqa: E402
+from lra.progress import percent  # noqa: E402
+from lra.task import prepare  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("settings", nargs="+", metavar="key=value", help="task=NAME, any other key")
+    config = typed(compose_config(parser.parse_args().settings))
+    task = make_task(config)
+    found = floors.measure(task, prepare(task, config.paths.cache))
+    path = floors.save(found, config.paths.results)
+    for floor in found.floors:
+        val, test = (percent(100 * score.accuracy) for score in (floor.val, floor.test))
+        print(f"{task.name}, {floor.description}: val {val} %, test {test} %")
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    run_program(main)

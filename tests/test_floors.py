@@ -1,0 +1,142 @@
+"""Rules without a model: counted by hand, read back, refused when damaged, as shipped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lra.floors import Floors, load, load_all, measure, save
+from lra.records import load_all as load_records
+from lra.records import pack_correct
+from lra.task import prepare
+from lra.tasks.text import Text
+from scripts import floors as script
+from tests.toy import Toy, toy_data
+
+ROOT = Path(__file__).resolve().parent.parent
+ROWS = {
+    # 7 is mostly 1, 3 mostly 0, 5 both as often; label 1 is the commonest.
+    "train": [(b"\7\1", 1), (b"\7", 1), (b"\7\2", 0), (b"\3", 0), (b"\5", 1), (b"\5", 0),
+              (b"\6", 1)],
+    "val": [(b"\3\7", 0), (b"\7", 1)],
+    "test": [(b"\7", 1), (b"\3", 1), (b"\5", 0), (b"\1", 1), (b"", 0)],
+}  # fmt: skip
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Floors:
+    return measure(Toy(data_dir=tmp_path, max_length=12), toy_data(tmp_path, rows=ROWS))
+
+
+def test_rules_are_counted_on_train_and_measured_elsewhere(toy: Floors) -> None:
+    commonest, first = toy.floors
+    assert (commonest.name, first.name) == ("commonest_label", "first_token")
+    assert commonest.test.correct_N.tolist() == [True, True, False, True, False]
+    # 7: 1, 3: 0, 5: the smaller of two equally common, 1 and no token: the commonest of all.
+    assert first.test.correct_N.tolist() == [True, False, True, True, False]
+    assert (commonest.val.accuracy, first.val.accuracy) == (0.5, 1.0)
+    assert (commonest.test.accuracy, first.test.accuracy) == (0.6, 0.6)
+    assert toy.data.num_examples == {"train": 7, "val": 2, "test": 5}
+
+
+def test_part_of_a_split_is_refused(tmp_path: Path) -> None:
+    data = toy_data(tmp_path, rows=ROWS, limit_test=3)
+    with pytest.raises(ValueError, match="task.limit_test=3: .* whole splits"):
+        measure(Toy(data_dir=tmp_path, max_length=12), data)
+
+
+def test_a_file_is_read_back_and_never_replaced_by_that_of_other_data(
+    tmp_path: Path, toy: Floors
+) -> None:
+    path = save(toy, tmp_path)
+    assert load(path) == toy and load_all(tmp_path) == ([toy], [])
+    before = path.read_bytes()
+    assert save(toy, tmp_path).read_bytes() == before
+    other = measure(Toy(data_dir=tmp_path, max_length=11),
+                    toy_data(tmp_path, rows=ROWS, max_length=11))  # fmt: skip
+    with pytest.raises(ValueError, match="toy.json: holds the floors of other data"):
+        save(other, tmp_path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("floors.0.test.accuracy", 0.8, r"floors\[0\].test.accuracy=0.8, but 3 of 5 .* right"),
+        ("floors.0.test.accuracy", float("nan"), r"floors\[0\].test.accuracy=nan, but 3 of 5"),
+        ("floors.1.val.correct", "AA==AA", r"floors\[1\].val: "),
+        ("floors.1.val.correct", "AAAA", r"floors\[1\].val: correct: 24 bits do not hold 2"),
+        ("floors.1.val.num_examples", 0, r"floors\[1\].val.num_examples=0: data has 2"),
+        ("data.num_examples", {}, r"floors\[0\].val.num_examples=2: data has None"),
+        ("data.fingerprint", None, "data.fingerprint=null: expected"),
+        ("floors.0.rule", 1, "rule=1: unknown key"),
+        ("task", "text", "toy.json: holds task text"),
+    ],
+)
+def test_a_damaged_file_is_named(
+    tmp_path: Path, toy: Floors, place: str, value: Any, message: str
+) -> None:
+    path = save(toy, tmp_path)
+    values = json.loads(path.read_text())
+    *keys, last = place.split(".")
+    inner = values
+    for key in keys:
+        inner = inner[int(key) if key.isdigit() else key]
+    inner[last] = value
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=message) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert load_all(tmp_path) == ([], [f"skipped {caught.value}"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"task": "to', "\\xff"])
+def test_what_is_no_file_of_floors_is_named(tmp_path: Path, toy: Floors, text: str) -> None:
+    path = save(toy, tmp_path)
+    path.write_text(text)
+    with pytest.raises(ValueError, match="toy.json: (not a JSON file|expected a JSON object)"):
+        load(path)
+
+
+def test_the_command_writes_where_results_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["task=text", "task.source=synthetic", "task.num_train=40", "task.num_val=8",
+             "task.num_test=8", f"paths.cache={tmp_path / 'cache'}",
+             f"paths.results={tmp_path / 'results'}"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["floors.py", *words])
+    script.main()
+    found = load(tmp_path / "results" / "floors" / "text.json")
+    task = Text(data_dir=tmp_path, source="synthetic", num_train=40, num_val=8, num_test=8)
+    data = prepare(task, tmp_path / "cache")
+    assert found.data.fingerprint == data.fingerprint
+    assert np.bincount(data.train.labels).argmax() in (0, 1)
+    right = data.test.labels == np.bincount(data.train.labels).argmax()
+    assert found.floors[0].test.correct == pack_correct(right)
+    assert "the commonest label of the first token: val " in capsys.readouterr().out
+
+
+def test_the_shipped_floors_are_those_of_the_shipped_runs() -> None:
+    """The figures of results/NOTES.md, and as many examples as it says only the run or rule has."""
+    found, warnings = load_all(ROOT / "results")
+    assert warnings == [] and [f.task for f in found] == ["listops"]
+    figures = [(f.val.accuracy, f.test.accuracy) for f in found[0].floors]
+    assert figures == [(0.1655, 0.1785), (0.348, 0.372)]
+    runs = [r for r in load_records(ROOT / "results")[0] if r.task == "listops"]
+    assert {r.data["fingerprint"] for r in runs} == {found[0].data.fingerprint}
+
+
+@pytest.mark.slow
+def test_the_shipped_floors_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [f"paths.{p}={tmp_path / p}" for p in ("data", "cache", "results")]
+    monkeypatch.setattr(sys, "argv", ["floors.py", "task=listops", *folders])
+    script.main()
+    again, shipped = (load(p / "floors" / "listops.json")
+                      for p in (tmp_path / "results", ROOT / "results"))  # fmt: skip
+    assert again.floors == shipped.floors
+    assert again.data.fingerprint == shipped.data.fingerprint
