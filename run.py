@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -21,13 +22,16 @@ from lra.cli import (
 )
 from lra.files import Unwritable
 from lra.script import EXIT_USAGE
-from lra.sweep import Outcome, first_line, has_failed, note
+from lra.sweep import Outcome, first_line, has_failed, note, position
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
 def main(cfg: DictConfig) -> None:
     """One job. Its failure is recorded and does not stop the other jobs of a sweep."""
     settings = job_settings()
+    if settings.sweep_dir is not None:
+        in_turn = settings.in_sweep_process
+        print(position(settings.sweep_dir, settings.number, in_turn=in_turn), flush=True)
     try:
         outcome = run(cfg, settings.number, settings.sweep_dir)
     except (ValueError, OSError) as error:
@@ -59,6 +63,8 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
             "hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm"
         )
     from lra.job import EXIT_CODES, Reference, run_job
+    from lra.leaderboard import setting_text
+    from lra.runs import now
     from lra.weights import evaluate_checkpoint
 
     overrides = list(HydraConfig.get().overrides.task)
@@ -69,11 +75,14 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
     published = [f"{group}={choices[group]}" for group in ("task", "model", "recipe")]
     baseline = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
     reference = Reference(typed(compose_config(published)), baseline)
+    started_at, started = now(), time.monotonic()
     record = run_job(config, overrides, reference, number)
     accuracy = record.result.test.accuracy if record.result else None
+    trained_s = time.monotonic() - started if record.started_at >= started_at else None
     return Outcome(
-        number, record.status, EXIT_CODES[record.status], record.run_id, accuracy, record.message
-    )
+        number, record.status, EXIT_CODES[record.status], record.run_id, accuracy, record.message,
+        setting_text(record), trained_s,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

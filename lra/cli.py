@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lra.config import RunConfig, fill, flatten, nearest
 from lra.files import check_writable
 from lra.script import EXIT_INTERRUPTED, fail, unread
-from lra.sweep import Outcome, first_line, outcomes, summary
+from lra.sweep import Outcome, first_line, note_size, outcomes, summary
 from lra.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -164,6 +164,7 @@ class SweepSummary(Callback):
         except OSError as error:
             fail(str(error))  # Hydra would only warn of an error in a callback
         sweep_sizes.append(check_jobs(list(config.hydra.overrides.task)))
+        note_size(sweep_dirs[-1], sweep_sizes[-1])
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print how each job ended and keep the worst exit code."""
@@ -197,7 +198,7 @@ def check_jobs(overrides: list[str]) -> int:
             make_model(config, make_task(config))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             print(
-                f"warning: job {number} ({' '.join(words)}) will be refused: "
+                f"warning: job {number + 1} ({' '.join(words)}) will be refused: "
                 f"{explain(error, words)}",
                 file=sys.stderr,
             )

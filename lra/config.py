@@ -24,6 +24,8 @@ from typing import Any, Literal, TypeVar
 T = TypeVar("T")
 # Parts of a config that say where and how a run goes on, not what its numbers are.
 NO_IDENTITY = ("seed", "paths", "hardware", "logger", "checkpoint", "sweep")
+# Keys of `train` that change when something is written or saved, not the numbers.
+NO_NUMBERS = ("log_every", "checkpoint_every", "time_limit")
 MISSING = "???"  # how a config says that a value has yet to be given
 
 
@@ -304,9 +306,7 @@ def load_target(path: Any, key: str) -> type:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Identity of a setting: hash of the resolved config less seed, paths, hardware and logger."""
     kept = {k: v for k, v in config.items() if k not in NO_IDENTITY}
-    # These change when something is written, not the numbers.
-    unseen = ("log_every", "checkpoint_every", "time_limit")
-    kept["train"] = {k: v for k, v in kept["train"].items() if k not in unseen}
+    kept["train"] = {k: v for k, v in kept["train"].items() if k not in NO_NUMBERS}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

@@ -12,10 +12,13 @@ from typing import BinaryIO, TypeGuard
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """A temporary file beside `path` that takes its name at the end, flushed to disk.
 
     Readers see the old file or the new one; after an error nothing is left.
+
+    Raises:
+        FileExistsError: with `new`, if there is a file of that name by then; it stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -25,9 +28,23 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        if new:
+            _name_once(temporary, path)
+        else:
+            os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _name_once(temporary: str, path: Path) -> None:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+        os.replace(temporary, path)
 
 
 def append(path: Path, text: str) -> None:
@@ -102,4 +119,14 @@ def check_writable(folder: Path, key: str) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a text file as a whole."""
     with replacing(path) as file:
+        file.write(text.encode())
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a text file as a whole where none is yet.
+
+    Raises:
+        FileExistsError: there is one, also if it came only just now; it stays as it is.
+    """
+    with replacing(path, new=True) as file:
         file.write(text.encode())

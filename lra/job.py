@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
+import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lra import runs
 from lra.build import make_model, make_task, model_name, num_params, resolved
-from lra.config import LoggerConfig, RunConfig, config_hash, flatten
+from lra.config import NO_NUMBERS, LoggerConfig, RunConfig, config_hash, flatten
 from lra.files import check_writable, is_refused, refusal, storing, write_atomically
 from lra.progress import Progress, duration, percent
 from lra.task import Dataset, Task, prepare
@@ -29,13 +30,7 @@ EXIT_CODES = {
     "interrupted": 75,
 }  # fmt: skip
 # Where data lie says nothing about what a number means.
-NOT_COMPARED = (
-    "task.source",
-    "task.path",
-    "task.strict",
-    "train.log_every",
-    "train.checkpoint_every",
-)
+NOT_COMPARED = ("task.source", "task.path", "task.strict", *(f"train.{k}" for k in NO_NUMBERS))
 
 
 @dataclass(frozen=True)
@@ -44,10 +39,6 @@ class Reference:
 
     config: RunConfig | None
     baseline_model: Mapping[str, Any]
-
-
-class Busy(ValueError):
-    """Another process is working on the same run."""
 
 
 def run_job(
@@ -60,12 +51,12 @@ def run_job(
             raised before any training, and no record is written.
         Unwritable: the disk was full or turned read-only meanwhile; what was written is whole.
     """
-    started_at, started = _now(), time.monotonic()
+    started_at, started = runs.now(), time.monotonic()
 
     # Everything that can be refused is refused before data are touched.
     plain = resolved(config)
     task = make_task(config)
-    from lra import distributed
+    from lra import distributed, records
     from lra.checkpoint import seed_everything
     from lra.hardware import Hardware
     from lra.logger import check_installed, make_logger
@@ -82,11 +73,11 @@ def run_job(
     name, model_hash = model_name(config.model), config_hash(plain)
     run_id = f"{task.name}-{name}-seed{config.seed}-{model_hash[:8]}"
     run_dir = config.paths.outputs / run_id
+    first = records.record_path(config.paths.results, task.name, name, run_id)
     if config.hardware.num_devices > 1 and not distributed.is_worker():
-        return _run_in_processes(config, overrides, reference, run_id, task.name, name)
+        return _run_in_processes(config, overrides, reference, run_dir, first)
     distributed.join(hardware.device.type)
 
-    from lra import records
     from lra.stopping import Interrupted
     from lra.trainer import Diverged, Refused, is_out_of_memory, train
 
@@ -95,27 +86,29 @@ def run_job(
     data = prepare(task, config.paths.cache)
     if is_main:
         check_writable(config.paths.outputs, "paths.outputs")
-    with _locked(run_dir) if is_main else contextlib.nullcontext(), storing("paths.outputs"):
-        finished = _finished_record(config, task, name, run_id, data, progress)
-        if distributed.from_main(finished is not None):
-            return finished or records.load(
-                records.record_path(config.paths.results, task.name, name, run_id)
-            )
+    with runs.locked(run_dir) if is_main else contextlib.nullcontext(), storing("paths.outputs"):
+        own = runs.own_record(run_dir, first)
+        if finished := distributed.from_main(_finished(own, run_dir, data, progress)):
+            return records.load(finished)
         why_not, baseline_params = compare(config, plain, reference, task, num_params(model))
         protocol = protocol_of(config, plain, reference, task, data)
         if is_main:
             # Better now than after the training.
-            path = records.record_path(config.paths.results, task.name, name, run_id)
-            check_writable(path.parent, "paths.results")
+            check_writable(first.parent, "paths.results")
+            path, recorded = (
+                (own, records.started(own)) if own else (records.free_path(first), None)
+            )
             progress.log = run_dir / "run.log"
             write_atomically(run_dir / "config.yaml", _yaml(plain))
-            _write_status(run_dir, "running", started_at)
+            runs.write_status(run_dir, "running", started_at, path.name, recorded)
             for stale in run_dir.glob("traceback*.txt"):
                 stale.unlink()
             _describe(
-                progress, config, task, data, name, model, baseline_params, why_not, protocol,
-                hardware, run_dir,
+                progress, config, plain, reference, task, data, name, num_params(model),
+                baseline_params, protocol, hardware, run_dir, path,
             )  # fmt: skip
+            others, warnings = runs.others(first, own)
+            _introduce(progress, others, warnings, data, run_dir)
 
         status: Status = "completed"
         message, result, cause = "", None, None
@@ -184,30 +177,36 @@ def run_job(
                 ),
                 environment=records.environment(),
                 started_at=started_at,
-                finished_at=_now(),
+                finished_at=runs.now(),
                 message=message,
             )
             if is_main:
                 with storing("paths.results"):
-                    path = records.save(record, config.paths.results)
-                _write_status(run_dir, status, started_at)
+                    if own:
+                        write_atomically(own, record.to_json())
+                    else:
+                        path = records.save_beside(record, config.paths.results)
+                runs.write_status(run_dir, status, started_at, path.name, started_at)
                 logger.finish(json.loads(record.to_json()), EXIT_CODES[status])
-                _conclude(progress, record, path)
+                _conclude(progress, record, path, others)
     if cause == "SIGUSR2":
         distributed.give_back_to_queue()
     return record
 
 
 def _run_in_processes(
-    config: RunConfig, overrides: list[str], reference: Reference, run_id: str, task: str, name: str
+    config: RunConfig, overrides: list[str], reference: Reference, run_dir: Path, first: Path
 ) -> Record:
     """Run the job in `hardware.num_devices` processes of this machine and return its record."""
     import tempfile
 
     from lra import distributed, records
 
-    path = records.record_path(config.paths.results, task, name, run_id)
-    before = path.stat().st_mtime_ns if path.exists() else None
+    def own() -> tuple[Path | None, int]:
+        path = runs.own_record(run_dir, first)
+        return path, path.stat().st_mtime_ns if path else 0
+
+    before = own()
     with tempfile.TemporaryDirectory() as folder:
         refusal = Path(folder) / "refused"
         try:
@@ -217,8 +216,11 @@ def _run_in_processes(
         except RuntimeError:
             if refusal.exists():
                 raise ValueError(refusal.read_text()) from None
-            if not path.exists() or path.stat().st_mtime_ns == before:
+            if own() == before:
                 raise  # ended without a record, e.g. killed
+    path, _ = own()
+    if path is None:
+        raise RuntimeError(f"{run_dir}: the run ended without a record")
     return records.load(path)
 
 
@@ -244,13 +246,7 @@ def compare(
 
     with torch.device("meta"):
         baseline = num_params(make_model(config, task, reference.baseline_model))
-    why_not = []
-    if reference.config is not None:
-        theirs, ours = flatten(resolved(reference.config)), flatten(plain)
-        for key in sorted(ours.keys() | theirs.keys()):
-            compared = key.startswith(("shape.", "train.", "task.")) and key not in NOT_COMPARED
-            if compared and ours.get(key) != theirs.get(key):
-                why_not.append(f"{key}={ours.get(key)} (recipe: {theirs.get(key)})")
+    why_not = changes(plain, reference, ("shape.", "train.", "task."), "recipe")
     if config.init_from:
         why_not.append(f"init_from={config.init_from}")
     if 10 * params > 11 * baseline:
@@ -258,6 +254,20 @@ def compare(
             f"{params:,} parameters, {100 * params / baseline - 100:+.1f} % over softmax"
         )
     return why_not, baseline
+
+
+def changes(
+    plain: dict[str, Any], reference: Reference, sections: tuple[str, ...], source: str
+) -> list[str]:
+    """Keys of some sections that differ from the choices as published, with both values."""
+    if reference.config is None:
+        return []
+    theirs, ours = flatten(resolved(reference.config)), flatten(plain)
+    return [
+        f"{key}={ours.get(key)} ({source}: {theirs.get(key)})"
+        for key in sorted(ours.keys() | theirs.keys())
+        if key.startswith(sections) and key not in NOT_COMPARED and ours.get(key) != theirs.get(key)
+    ]
 
 
 def protocol_of(
@@ -289,16 +299,14 @@ def protocol_of(
     )
 
 
-def _finished_record(
-    config: RunConfig, task: Task, name: str, run_id: str, data: Dataset, progress: Progress
-) -> Record | None:
+def _finished(own: Path | None, run_dir: Path, data: Dataset, progress: Progress) -> Path | None:
+    """The record made in the run's folder, if it is of a run that came to its end."""
     from lra import records
 
-    path = records.record_path(config.paths.results, task.name, name, run_id)
-    if not path.exists():
+    if own is None:
         return None
     try:
-        record = records.load(path)
+        record = records.load(own)
     except records.Newer as error:
         raise ValueError(f"{error}; update it or choose another paths.results") from None
     except ValueError as error:
@@ -308,65 +316,96 @@ def _finished_record(
         return None
     if record.data["fingerprint"] != data.fingerprint:
         raise ValueError(
-            f"{path}: this run is finished, on other data (fingerprint "
-            f"{record.data['fingerprint'][:12]}, now {data.fingerprint[:12]}); move the record "
-            "away or choose another paths.results"
+            f"{own}: this run is finished, on other data (fingerprint "
+            f"{record.data['fingerprint'][:12]}, now {data.fingerprint[:12]}); move {run_dir} away "
+            "or choose another paths.outputs"
         )
-    progress.say(f"{run_id} is finished ({record.status}); nothing to do. Record: {path}")
-    return record
+    progress.say(
+        f"{record.run_id} is finished ({record.status}); nothing to do. Record: {own}\n"
+        f"To train it once more, move {run_dir} away first"
+    )
+    return own
 
 
-@contextlib.contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    from filelock import FileLock, Timeout
-
-    run_dir.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(run_dir / "run.lock", timeout=0):
-            yield
-    except Timeout:
-        raise Busy(f"{run_dir}: another process is working on this very run") from None
-
-
-def _write_status(run_dir: Path, status: str, started_at: str) -> None:
-    values = {"status": status, "started_at": started_at, "updated_at": _now()}
-    write_atomically(run_dir / "status.json", json.dumps(values) + "\n")
+def _introduce(
+    progress: Progress,
+    others: list[tuple[Path, Record]],
+    warnings: list[str],
+    data: Dataset,
+    run_dir: Path,
+) -> None:
+    """Say which records of this very run are here that were not made in its folder."""
+    for warning in warnings:
+        progress.say(f"warning: {warning}")
+    if others:
+        progress.say(
+            f"note     this very run is recorded already, but not from {run_dir}: that came with\n"
+            "         the repository, or its folder is gone; it stays, and this run makes its own"
+        )
+    for path, record in others:
+        progress.say(f"         {runs.introduce(path, record, data.fingerprint)}")
 
 
 def _describe(
     progress: Progress,
     config: RunConfig,
+    plain: dict[str, Any],
+    reference: Reference,
     task: Task,
     data: Dataset,
     name: str,
-    model: Any,
+    params: int,
     baseline_params: int,
-    why_not: list[str],
     protocol: Protocol,
     hardware: Hardware,
     run_dir: Path,
+    record: Path,
 ) -> None:
-    params, train = num_params(model), config.train
+    train = config.train
     counts = " / ".join(f"{len(getattr(data, split)):,}" for split in ("train", "val", "test"))
     epochs = train.num_steps * train.batch_size / len(data.train)
     ratio = 100 * params / baseline_params - 100
     rule = "within the 10 % rule" if 10 * params <= 11 * baseline_params else "over the 10 % rule"
+    changed = changes(plain, reference, ("model.",), "default")
+    changed += changes(plain, reference, ("shape.", "train.", "task."), "recipe")
+    changed += [f"init_from={config.init_from}"] if config.init_from else []
+    left_aside = _data_left_aside(config, reference) if protocol.data == "synthetic" else ""
     lines = [
         f"run      {run_dir.name}",
         f"task     {task.name}: {task.describe_source()} [{protocol.data}]",
-        f"data     {counts} train / val / test examples of at most {task.max_length:,} tokens",
+        f"data     {counts} train / val / test examples of at most {task.max_length:,} tokens"
+        + left_aside,
         f"model    {name}, {params:,} parameters, {ratio:+.1f} % against softmax ({rule})",
         f"recipe   {config.recipe}"
-        + (f", changed: {'; '.join(why_not)}" if why_not else ", nothing changed"),
+        + (f", changed: {'; '.join(changed)}" if changed else ", nothing changed"),
         f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",
         f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, "
         f"{protocol.budget})",
-        f"output   {run_dir}, record to {config.paths.results / 'runs' / task.name / name}",
+        f"output   {run_dir}, record to {record}",
     ]
     progress.say("\n".join(lines))
 
 
-def _conclude(progress: Progress, record: Record, path: Path) -> None:
+def _data_left_aside(config: RunConfig, reference: Reference) -> str:
+    """Which real data a run on synthetic ones does not use; empty if there are none."""
+    if reference.config is None:
+        return ""
+    usual = reference.config.task.get("source")
+    try:
+        task = make_task(dataclasses.replace(config, task=config.task | {"source": usual}))
+        if task.kind != "files" or not task.source_files():
+            return ""
+    except ValueError:  # nothing found
+        return ""
+    return (
+        f",\n         made up for a quick look; not used: {task.describe_source()} "
+        f"(task.source={usual})"
+    )
+
+
+def _conclude(
+    progress: Progress, record: Record, path: Path, others: list[tuple[Path, Record]]
+) -> None:
     from lra.leaderboard import load_published, task_table
 
     if record.result is None:
@@ -379,6 +418,8 @@ def _conclude(progress: Progress, record: Record, path: Path) -> None:
             f"({record.protocol.selection}); {duration(record.speed['wall_time_s'] or 0)} in all"
         )
         progress.say(task_table([record], load_published(), record.task, record.run_id))
+        for other_path, other in others:
+            progress.say(f"against  {other_path}: {runs.likeness(record, other)}")
     progress.say(f"record   {path}")
 
 
@@ -438,7 +479,3 @@ def _yaml(plain: dict[str, Any]) -> str:
     import yaml
 
     return yaml.safe_dump(plain, sort_keys=False)
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lra.config import flatten
+from lra.config import NO_IDENTITY, NO_NUMBERS, flatten
 from lra.floors import Floor, Floors
 from lra.progress import percent
 from lra.records import Record, unpack_correct
@@ -32,7 +32,7 @@ TASKS = tuple(TITLES)
 AVERAGES = {"five": TASKS[:5], "six": TASKS}
 FAIL = "FAIL"
 FAIL_AS = 50.0  # what a failed Path-X counts in the mean of six tasks
-UNHASHED = ("seed", "paths", "hardware", "logger")  # see lra.config.config_hash
+UNHASHED = NO_IDENTITY  # see lra.config.config_hash
 PUBLISHED_NAMES = {"softmax": "transformer"}  # where papers use another name than our configs
 
 MARKS = {
@@ -288,7 +288,7 @@ def build(
     unique, duplicates = drop_duplicates(entering)
     left_out += [("duplicate", record) for record in duplicates]
     if duplicates:
-        names = ", ".join(f"{r.run_id} of {r.finished_at}" for r in duplicates)
+        names = ", ".join(f"{r.name} of {r.finished_at}" for r in duplicates)
         count = f"{len(duplicates)} duplicate{'s' if len(duplicates) > 1 else ''}"
         notes.append(f"{count} ignored, the newest run of a setting and seed counts: {names}")
     for row in make_rows(unique):
@@ -436,7 +436,22 @@ def overrides(record: Record) -> dict[str, str]:
             given[name] = value
         elif "." in name and name.split(".")[0] not in UNHASHED:
             given |= {k: "" for k in flat if k == name or k.startswith(f"{name}.")}
-    return given
+    return {k: v for k, v in given.items() if k.removeprefix("train.") not in NO_NUMBERS}
+
+
+def setting_text(record: Record) -> str:
+    """What the command line changed in the recipe and the model, as a table names a variant.
+
+    Empty for a run as published. Where data lie is no part of it.
+    """
+    flat, given = flatten(record.config), overrides(record)
+    shown = {k: v or flat[k] for k, v in given.items()
+             if k not in ("task.source", "task.path", "task.strict")}  # fmt: skip
+    return ", ".join(f"{_short(k, shown)}={_word(v)}" for k, v in shown.items())
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _short(key: str, keys: Iterable[str]) -> str:
@@ -447,9 +462,12 @@ def _short(key: str, keys: Iterable[str]) -> str:
 def task_table(
     records: Iterable[Record], published: Sequence[Published], task: str, highlight_run_id: str
 ) -> str:
-    """One run beside the measured and published rows of its task, for a terminal."""
+    """One run beside the measured and published rows of its task, for a terminal.
+
+    A run on synthetic data stands alone, since its figure means something else.
+    """
     records = [r for r in records if r.task == task]
-    lines = [("", "model", "setting", "test %", "source")]
+    lines, below = [("", "model", "setting", "test %", "source")], []
     this = next((r for r in records if r.run_id == highlight_run_id), None)
     if this and this.result:
         low, high = wilson(this.result.test.accuracy, this.result.test.num_examples)
@@ -457,11 +475,18 @@ def task_table(
         why = why_left_out(this)
         note = f"this run, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
         note += f"; {LEFT_OUT[why].lower()}, no result of the benchmark" if why else ""
-        lines.append((">", this.model, f"{this.recipe}, seed {this.seed}", text, note))
+        setting, changed = f"{this.recipe}, seed {this.seed}", setting_text(this)
+        if changed and len(setting) + len(changed) <= 46:
+            setting += f", {changed}"
+        elif changed:  # the column has no room for it
+            below.append(f"> changed: {changed}")
+        lines.append((">", this.model, setting, text, note))
     for row in build(records).rows:
         cell, setting = row.cells[task], f"{row.recipe}{f', {row.variant}' if row.variant else ''}"
         if cell.runs != (this,):
             lines.append(("", row.model, setting, str(cell), "measured here"))
+    if this and this.protocol.data == "synthetic":
+        published = ()
     names = {PUBLISHED_NAMES.get(r.model, r.model) for r in records} | {"transformer"}
     lines += [
         ("", p.model, p.variant, p.cells[task], p.source.split(" (")[0])
@@ -470,7 +495,8 @@ def task_table(
     ]
     lines = [(a, b[:24], c[:48], d, e) for a, b, c, d, e in lines]
     width = [max(len(line[i]) for line in lines) for i in range(4)]
-    return f"{task_title(task)}\n" + "\n".join(
+    rows = [
         f"{a.ljust(width[0])} {b.ljust(width[1])}  {c.ljust(width[2])}  {d.rjust(width[3])}  {e}"
         for a, b, c, d, e in lines
-    )
+    ]
+    return "\n".join([task_title(task), *rows, *below])

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lra.config import config_hash, fill
-from lra.files import write_atomically
+from lra.files import write_atomically, write_new
 
 SCHEMA_VERSION = 1
 # When the schema changes: raise SCHEMA_VERSION and add a function here, under the version before,
@@ -102,6 +103,8 @@ class Record:
     started_at: str
     finished_at: str
     message: str = ""  # of a run that did not complete
+    # Which of the run's records it is; stands in the name of its file, not in the file.
+    number: int = dataclasses.field(default=1, init=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
@@ -110,6 +113,11 @@ class Record:
             )
         if (self.result is None) == (self.status in ("completed", "at_chance")):
             raise ValueError(f"status={self.status!r} does not go with result={self.result}")
+
+    @property
+    def name(self) -> str:
+        """What its file is called: RUN_ID, or RUN_ID.2 and so on for later ones of the same run."""
+        return numbered(self.run_id, self.number)
 
     @property
     def device_text(self) -> str:
@@ -122,7 +130,9 @@ class Record:
 
     def to_json(self) -> str:
         """The file's text; numbers that are not finite become null."""
-        return json.dumps(_finite(dataclasses.asdict(self)), indent=1, allow_nan=False) + "\n"
+        values = dataclasses.asdict(self)
+        del values["number"]
+        return json.dumps(_finite(values), indent=1, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
@@ -133,16 +143,56 @@ def _finite(value: Any) -> Any:
     return [_finite(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def record_path(results_dir: Path, task: str, model: str, run_id: str) -> Path:
+def record_path(results_dir: Path, task: str, model: str, name: str) -> Path:
     """Where a run's record lies."""
-    return results_dir / "runs" / task / model / f"{run_id}.json"
+    return results_dir / "runs" / task / model / f"{name}.json"
+
+
+def numbered(run_id: str, number: int) -> str:
+    """The name of a run's first, second, ... record."""
+    return run_id if number == 1 else f"{run_id}.{number}"
+
+
+def number_of(path: Path, run_id: str) -> int | None:
+    """Which record of the run a file's name says it is; None if it is not called like one."""
+    match = re.fullmatch(re.escape(run_id) + r"(?:\.([2-9]|[1-9]\d+))?\.json", path.name)
+    return match and int(match[1] or 1)
+
+
+def siblings(first: Path) -> list[Path]:
+    """The records of a run that there are, by number; `first` is where RUN_ID.json has its place.
+
+    They are of one setting and seed: trained here, on other machines, or once more.
+    """
+    numbers = {
+        n: path for path in first.parent.glob("*.json") if (n := number_of(path, first.stem))
+    }
+    return [numbers[n] for n in sorted(numbers)]
+
+
+def free_path(first: Path) -> Path:
+    """The first of a run's places for records where none lies."""
+    taken, number = set(siblings(first)), 1
+    while (path := first.with_name(f"{numbered(first.stem, number)}.json")) in taken:
+        number += 1
+    return path
 
 
 def save(record: Record, results_dir: Path) -> Path:
-    """Write one record atomically; an earlier record of the same run is replaced."""
-    path = record_path(results_dir, record.task, record.model, record.run_id)
+    """Write one record atomically; what has its name is replaced."""
+    path = record_path(results_dir, record.task, record.model, record.name)
     write_atomically(path, record.to_json())
     return path
+
+
+def save_beside(record: Record, results_dir: Path) -> Path:
+    """Write one record to the first free place of its run; no other is touched."""
+    first = record_path(results_dir, record.task, record.model, record.run_id)
+    while True:
+        path = free_path(first)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            write_new(path, record.to_json())
+            return path
 
 
 def load(path: Path) -> Record:
@@ -172,7 +222,17 @@ def load(path: Path) -> Record:
         _check_numbers(record)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    object.__setattr__(record, "number", number_of(path, record.run_id) or 1)
     return record
+
+
+def started(path: Path) -> str | None:
+    """`started_at` of a record of whatever schema; None if there is none that can be read."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return str(values["started_at"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
 
 
 def _refuse_constant(name: str) -> None:
@@ -206,7 +266,7 @@ def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:
 def problems(record: Record, path: Path) -> list[str]:
     """What does not fit together in a readable record: its place, hash, times and test results."""
     found = []
-    if path.parts[-3:] != record_path(Path(), record.task, record.model, record.run_id).parts[1:]:
+    if path.parts[-3:] != record_path(Path(), record.task, record.model, record.name).parts[1:]:
         found.append(f"holds task {record.task}, model {record.model}, run {record.run_id}")
     if config_hash(record.config) != record.config_hash:
         found.append(f"config_hash={record.config_hash[:12]}: not the hash of its config")

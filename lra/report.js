@@ -116,7 +116,7 @@ function drawRuns(filter) {
       onclick: () => open(run.id, [run.index]) }, run.id) },
     { title: "Test", number: true, value: (run) => run.test, show: (run) => percent(run.test) },
     text("Task", (run) => data.titles[run.task] || run.task), text("Model", (run) => run.model), text("Recipe", (run) => run.recipe),
-    text("Seed", (run) => run.seed, true), text("Status", (run) => run.outcome),
+    text("Setting", (run) => run.overrides), text("Seed", (run) => run.seed, true), text("Status", (run) => run.outcome),
     { title: "Steps/s", number: true, value: (run) => run.steps_per_s, show: (run) => short(run.steps_per_s) },
     { title: "Finished", value: (run) => run.finished, show: (run) => run.finished.slice(0, 10) },
   ], rows, SHOWN));

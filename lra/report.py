@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import flatten
-from lra.leaderboard import LEFT_OUT, Board, task_title
+from lra.leaderboard import LEFT_OUT, Board, setting_text, task_title
 from lra.records import Record
 from lra.statistics import wilson
 from lra.tables import (
@@ -118,7 +118,7 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
     low, high = wilson(test.accuracy, test.num_examples) if test else (None, None)
     curve = _thinned([p for p in record.curve if p.get("val_accuracy") is not None])
     return {
-        "id": record.run_id, "task": record.task, "model": record.model, "recipe": record.recipe,
+        "id": record.name, "task": record.task, "model": record.model, "recipe": record.recipe,
         "seed": record.seed, "outcome": outcome, "message": record.message,
         "test": test and _rounded(100 * test.accuracy, 6), "n_test": test and test.num_examples,
         "low": low and _rounded(100 * low, 2), "high": high and _rounded(100 * high, 2),
@@ -126,7 +126,7 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
         "params": record.num_params, "baseline": record.baseline_params,
         "protocol": listed(vars(record.protocol)),
         "why_not": "; ".join(record.why_not),
-        "overrides": ", ".join(o for o in record.overrides if "." in o.split("=")[0]),
+        "overrides": setting_text(record),
         "steps_per_s": _rounded(speed.get("steps_per_s")),
         "tokens_per_s": _rounded(speed.get("tokens_per_s")),
         "train_s": _rounded(speed.get("train_time_s")),

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lra.files import write_atomically
-from lra.progress import percent
+from lra.progress import duration, percent
 
+NUM_JOBS = "num_jobs"  # a file in the sweep's folder
 STATUS_COLUMNS = ("job", "status", "test %", "run")
 
 
@@ -23,6 +24,8 @@ class Outcome:
     run_id: str = ""
     accuracy: float | None = None
     message: str = ""
+    setting: str = ""  # what the command line changed in recipe and model
+    trained_s: float | None = None  # None for a job that had nothing to train
 
 
 def first_line(error: Exception) -> str:
@@ -41,18 +44,41 @@ def outcomes(folder: Path) -> list[Outcome]:
     return sorted(found, key=lambda o: o.number)
 
 
+def note_size(folder: Path, num_jobs: int) -> None:
+    """Leave the number of jobs, for processes that a launcher starts."""
+    write_atomically(folder / NUM_JOBS, f"{num_jobs}\n")
+
+
+def position(folder: Path, number: int, *, in_turn: bool) -> str:
+    """Which of how many jobs starts, counted from 1, and how long it and the rest may take.
+
+    Args:
+        number: of the job, from 0.
+        in_turn: whether jobs run one after the other, so that their times add up.
+    """
+    path = folder / NUM_JOBS
+    num_jobs = int(path.read_text()) if path.exists() else 0
+    text = f"job {number + 1}" + (f" of {num_jobs}" if num_jobs > number else "")
+    times = [o.trained_s for o in outcomes(folder) if o.trained_s is not None]
+    if in_turn and times and num_jobs > number:
+        left = sum(times) / len(times) * (num_jobs - number)
+        text += f"; at the pace so far about {duration(left)} to the end of the sweep"
+    return text
+
+
 def has_failed(folder: Path) -> bool:
     """Whether a job of the sweep failed, so that `sweep.fail_fast` starts no more."""
     return any(o.exit_code for o in outcomes(folder))
 
 
 def summary(found: list[Outcome], num_jobs: int) -> str:
-    """One line a job and a count, for the end of a sweep."""
+    """One line a job, counted from 1, and their number, for the end of a sweep."""
     lines = [STATUS_COLUMNS]
     for o in found:
         accuracy = "" if o.accuracy is None else percent(100 * o.accuracy)
-        note = f"{o.run_id}{': ' if o.run_id and o.message else ''}{o.message}"
-        lines.append((str(o.number), o.status, accuracy, note))
+        run = o.run_id + (f" ({o.setting})" if o.setting else "")
+        note = f"{run}{': ' if run and o.message else ''}{o.message}"
+        lines.append((str(o.number + 1), o.status, accuracy, note))
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     text = [
         "  ".join(c.ljust(w) for c, w in zip(line, [*widths, 0], strict=True)).rstrip()

@@ -126,7 +126,7 @@ def left_out_table(runs: Sequence[Record]) -> Table:
             figure = f"val {percent(100 * last['val_accuracy'])} at step {last['step']}"
         data = "" if r.protocol.data == "files" else r.protocol.data
         settings = " ".join(o for o in r.overrides if not o.startswith(TOLD_ELSEWHERE))
-        cells = [str(r.seed), settings, figure, data, r.message, r.run_id]
+        cells = [str(r.seed), settings, figure, data, r.message, r.name]
         rows.append([r.task, r.model, r.recipe, *cells])
     header = ["Task", "Model", "Recipe", "Seed", "Settings", "Figure", "Data", "Message", "Run"]
     return Table(header, rows)

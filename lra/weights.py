@@ -9,6 +9,7 @@ from typing import Any
 from lra.build import make_model, make_task
 from lra.config import RunConfig, TrainConfig, fill
 from lra.progress import Progress, percent
+from lra.statistics import wilson
 from lra.task import prepare
 
 
@@ -51,25 +52,38 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
     task = make_task(config)
     hardware = Hardware(config.hardware)
     model = make_model(config, task)
-    model.load_state_dict(selected_weights(source, model, vocabulary=task.vocabulary_hash()))
+    path = selected_file(source, vocabulary=task.vocabulary_hash())
+    model.load_state_dict(selected_weights(path, model))
     model.to(hardware.device)
     data = prepare(task, config.paths.cache)
     progress = Progress()
-    progress.say(f"{run_dir.name}: {task.describe_source()}")
+    progress.say(f"{run_dir.name}: {task.describe_source()}\nweights of {_step_text(path)}")
     for name in ("val", "test"):
         size = config.hardware.micro_batch_size or config.train.batch_size
         metrics = evaluate(model, getattr(data, name), hardware, batch_size=size)
+        low, high = (100 * end for end in wilson(metrics.accuracy, metrics.num_examples))
         progress.say(
-            f"{name:<5} accuracy {percent(100 * metrics.accuracy)} %  loss {metrics.loss:.4f}  "
-            f"{metrics.num_examples:,} examples"
+            f"{name:<5} accuracy {percent(100 * metrics.accuracy)} % (95 % interval {low:.1f} to "
+            f"{high:.1f})  loss {metrics.loss:.4f}  {metrics.num_examples:,} examples"
         )
 
 
-def selected_weights(source: Path, model: Any, vocabulary: str | None = None) -> dict[str, Any]:
-    """Weights of a checkpoint file, or of a run folder's best (else last) checkpoint.
+def _step_text(path: Path) -> str:
+    from lra.checkpoint import step_of
+
+    try:
+        step = f"step {step_of(path):,}"
+    except ValueError:  # copied to another name
+        return f"{path}, whose name tells no step"
+    best = path.name.startswith("best-")
+    return f"{step}, {'the best on validation' if best else 'the last one saved'} ({path})"
+
+
+def selected_file(source: Path, vocabulary: str | None = None) -> Path:
+    """A checkpoint file itself, or a run folder's best (else last) one.
 
     Raises:
-        ValueError: nothing there, unreadable, of another architecture or another vocabulary.
+        ValueError: nothing there, unreadable, or of another vocabulary.
     """
     from lra import checkpoint
 
@@ -86,6 +100,18 @@ def selected_weights(source: Path, model: Any, vocabulary: str | None = None) ->
         path = checkpoint.checkpoints(source / "checkpoints")[0]
         best = source / "checkpoints" / f"best-{state['state']['best_step']:08d}.pt"
         path = best if best.exists() else path
+    return path
+
+
+def selected_weights(source: Path, model: Any, vocabulary: str | None = None) -> dict[str, Any]:
+    """Weights of a checkpoint file, or of a run folder's best (else last) checkpoint.
+
+    Raises:
+        ValueError: nothing there, unreadable, of another architecture or another vocabulary.
+    """
+    from lra import checkpoint
+
+    path = selected_file(source, vocabulary)
     weights: dict[str, Any] = checkpoint.read(path)["model"]
     own = model.state_dict()
     wrong = [k for k in own.keys() | weights.keys()

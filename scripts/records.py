@@ -7,10 +7,12 @@ python scripts/records.py diff RUN RUN
 python scripts/records.py validate [FILE ...]
 python scripts/records.py merge DIR
 
-RUN is a run id, its beginning, or a file. `command` prints what to type for the same run once
-more, after a check that the configs of today give its setting. `merge` adds the records of another
-results folder; it refuses everything if one of them is damaged or differs from the record that is
-here. With `--results DIR` in front: another folder than results/.
+RUN is a run id, its beginning, or a file; RUN_ID.2 is the second record of a run that was trained
+twice. `command` prints what to type for the same run once more, after a check that the configs of
+today give its setting. `merge` adds the records of another results folder, under the next free
+number if another training of the same run is here; it refuses everything if one of them is damaged
+or differs from the record of that very training that is here. With `--results DIR` in front:
+another folder than results/.
 """
 
 from __future__ import annotations
@@ -25,10 +27,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.config import NO_IDENTITY, config_hash, flatten  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
-from lra.leaderboard import finished  # noqa: E402
+from lra.leaderboard import finished, setting_text, task_title  # noqa: E402
 from lra.progress import percent  # noqa: E402
-from lra.records import Record, load, load_all, problems  # noqa: E402
+from lra.records import (  # noqa: E402
+    Record,
+    free_path,
+    load,
+    load_all,
+    number_of,
+    problems,
+    record_path,
+    siblings,
+    started,
+)
 from lra.script import run_script  # noqa: E402
+from lra.statistics import wilson  # noqa: E402
 
 COMMANDS = ("list", "show", "command", "diff", "validate", "merge")
 
@@ -41,14 +54,14 @@ def list_records(results: Path, filters: list[str]) -> str:
         raise ValueError(f"{' '.join(filters)}: expected key=value with key in {', '.join(fields)}")
     records, warnings = load_all(results)
     lines = []
-    for r in sorted(records, key=lambda r: (finished(r), r.run_id)):
+    for r in sorted(records, key=lambda r: (finished(r), r.name)):
         if all(str(getattr(r, key)) == value for key, value in wanted.items()):
             test = percent(100 * r.result.test.accuracy) if r.result else ""
-            lines.append((r.run_id, r.recipe, r.status, f"{r.protocol.data}, {r.protocol.budget}",
-                          test.rjust(6), r.finished_at))  # fmt: skip
-    widths = [max((len(line[i]) for line in lines), default=0) for i in range(5)]
+            lines.append((r.name, r.recipe, r.status, f"{r.protocol.data}, {r.protocol.budget}",
+                          test.rjust(6), r.finished_at, setting_text(r)))  # fmt: skip
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(6)]
     rows = [
-        "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]])
+        "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
         for line in lines
     ]
     return "\n".join([*rows, f"{len(lines)} records", *warnings])
@@ -70,8 +83,28 @@ def find(results: Path, text: str) -> Path:
     return found[0]
 
 
-def show(record: Record) -> str:
-    """A record for people: the curve in a few lines, the packed results left out."""
+def show(path: Path) -> str:
+    """A record for people: its result, then the rest without the packed test results."""
+    record = load(path)
+    if record.result:
+        test = record.result.test
+        low, high = (100 * end for end in wilson(test.accuracy, test.num_examples))
+        result = (
+            f"test accuracy {percent(100 * test.accuracy)} % on {test.num_examples:,} examples "
+            f"(95 % interval {low:.1f} to {high:.1f}), {record.status.replace('_', ' ')}"
+        )
+    else:
+        result = f"no result, {record.status.replace('_', ' ')}: {record.message or 'no message'}"
+    told = [
+        result,
+        f"{record.model} on {task_title(record.task)}, recipe {record.recipe}, seed {record.seed}, "
+        f"changed: {setting_text(record) or 'nothing'}",
+        f"data {record.protocol.data}, budget {record.protocol.budget}, finished "
+        f"{record.finished_at}",
+        str(path),
+    ]
+    first = path.with_name(f"{record.run_id}.json")
+    told += [f"also of this run: {other}" for other in siblings(first) if other.name != path.name]
     values = json.loads(record.to_json())
     curve = values.pop("curve")
     for split in (values["result"] or {}).values():
@@ -80,7 +113,7 @@ def show(record: Record) -> str:
     rows = [f"{key}: {value}" for key, value in flatten(values).items()]
     step = max(1, len(curve) // 10)
     rows += [f"curve: {point}" for point in [*curve[::step], *curve[-1:]]]
-    return "\n".join(rows)
+    return "\n".join([*told, "", *rows])
 
 
 def command(record: Record) -> str:
@@ -140,7 +173,7 @@ def merge(results: Path, other: Path) -> str:
     """Add the records of another results folder (or of its runs/).
 
     Raises:
-        ValueError: a file is damaged, or a record of that place is here with other content; then
+        ValueError: a file is damaged, or the record of a training is here with other content; then
             nothing is written.
     """
     runs = other if other.name == "runs" else other / "runs"
@@ -148,19 +181,26 @@ def merge(results: Path, other: Path) -> str:
     if not paths:
         raise ValueError(f"{runs}: no records")
     complaints, new, same = validate(paths), [], 0
-    for path in paths:
-        target = results / "runs" / path.relative_to(runs)
-        if not target.exists():
-            new.append((path, target))
-        elif target.read_bytes() == path.read_bytes():
+    for path in paths if not complaints else []:
+        record = load(path)
+        first = record_path(results, record.task, record.model, record.run_id)
+        here = siblings(first)
+        if any(other.read_bytes() == path.read_bytes() for other in here):
             same += 1
+        elif twins := [other for other in here if started(other) == record.started_at]:
+            complaints.append(f"{path}: differs from {twins[0]}")
         else:
-            complaints.append(f"{path}: differs from {target}")
+            new.append((path, first))
     if complaints:
         raise ValueError("nothing merged:\n" + "\n".join(complaints))
-    for path, target in new:
+    renamed = []
+    for path, first in sorted(new, key=lambda pair: number_of(pair[0], pair[1].stem) or 1):
+        target = first.with_name(path.name)
+        if target.exists():
+            target = free_path(first)
+            renamed.append(f"{path} is {target} here, beside other trainings of this run")
         write_atomically(target, path.read_text(encoding="utf-8"))
-    return f"{len(new)} records added, {same} were here already"
+    return "\n".join([*renamed, f"{len(new)} records added, {same} were here already"])
 
 
 def main() -> int:
@@ -178,7 +218,7 @@ def main() -> int:
     if args.command == "list":
         print(list_records(results, words))
     elif args.command == "show":
-        print(show(load(find(results, words[0]))))
+        print(show(find(results, words[0])))
     elif args.command == "command":
         print(command(load(find(results, words[0]))))
     elif args.command == "diff":

@@ -59,12 +59,20 @@ def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path)
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
     assert call(tmp_path / "whole", *TINY, *TWO)[0] == 0
+    (made,) = (tmp_path / "whole").glob("outputs/results/runs/*/*/*.json")
+    # As if it had come with the repository: no process takes it for this folder's own.
+    came = tmp_path / "cut" / made.relative_to(tmp_path / "whole")
+    came.parent.mkdir(parents=True)
+    came.write_text(json.dumps(json.loads(made.read_text()) | {"started_at": "2020-01-02"}))
     code, out, err = call(tmp_path / "cut", *TINY, *TWO, "train.time_limit=1e-9")
     assert code == 75, err
-    assert read_record(tmp_path / "cut").status == "interrupted"
+    own = came.with_name(f"{made.stem}.2.json")
+    assert records.load(own).status == "interrupted"
     code, out, err = call(tmp_path / "cut", *TINY, *TWO)
     assert code == 0 and "resuming at step 1" in out, err
-    whole, cut = timeless(read_record(tmp_path / "whole")), timeless(read_record(tmp_path / "cut"))
+    assert f"{came.name}: the same in each of the 32 test examples" in out
+    assert sorted(came.parent.iterdir()) == [own, came]
+    whole, cut = timeless(read_record(tmp_path / "whole")), timeless(records.load(own))
     for values in (whole, cut):
         values["config"]["train"].pop("time_limit")  # type: ignore[index]
     assert whole == cut

@@ -18,10 +18,12 @@ import pytest
 import torch
 
 from lra import job, records
+from lra.cli import compose_config, typed
 from lra.config import RunConfig, fill
 from lra.files import Unwritable
 from lra.job import EXIT_CODES, Reference, run_job
 from lra.leaderboard import make_rows
+from lra.statistics import wilson
 from lra.task import Example
 from lra.weights import evaluate_checkpoint
 from models.classifier import Classifier
@@ -195,6 +197,48 @@ def test_the_device_taken_by_itself_is_told_and_recorded(
     assert f"device   {record.hardware['name']} ({device}, float32)" in capsys.readouterr().out
 
 
+def test_what_differs_from_recipe_and_model_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = config(tmp_path)
+    run(tmp_path, usual, model={"causal": True}, train={"lr": 0.02, "time_limit": 900})
+    out = capsys.readouterr().out
+    assert (
+        "recipe   nystromformer, changed: model.causal=True (default: False); train.lr=0.02 "
+        "(recipe: 0.01)\n"
+    ) in out
+    run(tmp_path / "usual", usual)
+    assert "recipe   nystromformer, nothing changed\n" in capsys.readouterr().out
+
+
+def test_a_limit_of_time_does_not_change_what_a_number_means(tmp_path: Path) -> None:
+    assert run(tmp_path, config(tmp_path), train={"time_limit": 900}).why_not == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_made_up_data_are_told_where_there_are_real_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
+) -> None:
+    words = ["task=listops", "experiment=smoke", *sizes_of_listops()]
+    place = [f"paths.{p}={tmp_path / p}" for p in ("data", "cache", "outputs", "results")]
+    if there:
+        (tmp_path / "data/listops").mkdir(parents=True)
+        for split in ("train", "val", "test"):
+            rows = ["Source\tTarget", "[MAX 2 9 ]\t9"]
+            (tmp_path / f"data/listops/basic_{split}.tsv").write_text("\n".join(rows) + "\n")
+    smoke = typed(compose_config([*words, *place]))
+    run_job(smoke, [], Reference(typed(compose_config(["task=listops"])), SOFTMAX))
+    out = capsys.readouterr().out
+    told = f"not used: the files in {tmp_path}/data/listops (task.source=auto)"
+    assert (told in out) == there and "published" not in out
+
+
+def sizes_of_listops() -> list[str]:
+    return ["task.num_train=16", "task.num_val=8", "task.num_test=8", "task.min_tree_length=10",
+            "task.max_tree_length=40", "task.max_length=40", "train.num_steps=2",
+            "train.warmup_steps=1", "train.batch_size=4", "hardware.num_threads=1"]  # fmt: skip
+
+
 def test_changed_settings_and_a_reduced_budget_are_named(tmp_path: Path) -> None:
     reference = config(tmp_path, train={"num_steps": 16})
     record = run(tmp_path, reference, train={"lr": 0.02})
@@ -265,8 +309,21 @@ def test_evaluate_only_and_starting_from_weights(
     assert record.result is not None
     folder = str(tmp_path / "outputs" / record.run_id)
     evaluate_checkpoint(config(tmp_path, checkpoint=folder), [f"checkpoint={folder}"])
-    shown = f"test  accuracy {100 * record.result.test.accuracy:.2f} %"
-    assert shown in capsys.readouterr().out
+    low, high = wilson(record.result.test.accuracy, 20)
+    shown = (
+        f"test  accuracy {100 * record.result.test.accuracy:.2f} % (95 % interval "
+        f"{100 * low:.1f} to {100 * high:.1f})"
+    )
+    out = capsys.readouterr().out
+    assert shown in out
+    assert f"weights of step {record.result.step}, the best on validation ({folder}/" in out
+    (last,) = Path(folder).glob("checkpoints/step-00000060.pt")
+    evaluate_checkpoint(config(tmp_path, checkpoint=str(last)), [])
+    assert f"weights of step 60, the last one saved ({last})" in capsys.readouterr().out
+    other = last.rename(last.with_name("mine.pt"))
+    evaluate_checkpoint(config(tmp_path, checkpoint=str(other)), [])
+    assert "mine.pt, whose name tells no step" in capsys.readouterr().out
+    other.rename(last)
     with pytest.raises(ValueError, match="train.lr=1: with checkpoint="):
         evaluate_checkpoint(config(tmp_path, checkpoint=folder), ["train.lr=1"])
     with pytest.raises(ValueError, match="no run with a readable config.yaml"):

@@ -30,6 +30,7 @@ from lra.leaderboard import (
     build,
     load_published,
     make_rows,
+    setting_text,
     task_table,
 )
 from lra.progress import percent
@@ -561,6 +562,20 @@ def test_names_cannot_break_markdown_or_latex() -> None:
     )
 
 
+def test_a_setting_is_told_by_what_the_command_line_changed() -> None:
+    quiet = {"task.source": "files", "train.lr": 1e-3, "paths.data": "/d"}
+    record = make_record(overrides=quiet)
+    assert setting_text(record) == "lr=0.001"
+    flat = record.config["train"] | {"log_every": 3, "time_limit": 9.0}
+    record = dataclasses.replace(
+        record, config=record.config | {"train": flat, "sweep": {"fail_fast": True}},
+        overrides=["experiment=smoke", "train.log_every=3", "train.time_limit=9", "seed=0",
+                   "sweep.fail_fast=true"],
+    )  # fmt: skip
+    assert setting_text(record) == "experiment=smoke"
+    assert setting_text(make_record()) == ""
+
+
 def test_task_table_shows_this_run_beside_the_published_rows() -> None:
     this = make_record(seed=4, accuracy=0.3725)
     text = task_table([this], load_published(), "listops", this.run_id)
@@ -571,6 +586,15 @@ def test_task_table_shows_this_run_beside_the_published_rows() -> None:
     assert any("Luna-128" in li and "38.01" in li and "Luna paper" in li for li in lines)
     assert not any("Reformer" in li or "measured here" in li for li in lines)
     assert max(map(len, lines)) <= 120
+    assert "nystromformer, seed 4  " in lines[2] and "changed" not in text
+    wide = make_record(overrides={"model.projection_length": 64, "shape.num_layers": 3})
+    shown = task_table([wide], load_published(), "listops", wide.run_id)
+    assert shown.splitlines()[-1] == "> changed: projection_length=64, num_layers=3"
+    short = make_record(overrides={"model.tie_kv": True})
+    assert "nystromformer, seed 0, tie_kv=true" in task_table([short], (), "listops", short.run_id)
+    made_up = make_record(data="synthetic", accuracy=1.0)
+    shown = task_table([made_up], load_published(), "listops", made_up.run_id)
+    assert len(shown.splitlines()) == 3 and "synthetic data, no result" in shown
     both = task_table([this, make_record(accuracy=0.37)], load_published(), "listops", this.run_id)
     assert "37.13 ± 0.18 (2)" in both
     reduced = make_record(budget="reduced")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -17,7 +18,16 @@ from lra import records
 from lra.build import resolved
 from lra.cli import compose_config, typed
 from lra.config import config_hash
-from lra.records import Record, is_at_chance, load, load_all, pack_correct, save, unpack_correct
+from lra.records import (
+    Record,
+    is_at_chance,
+    load,
+    load_all,
+    pack_correct,
+    save,
+    save_beside,
+    unpack_correct,
+)
 from tests.made_up import make_record, sixty_records, write_sixty
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,10 +152,19 @@ def test_list_show_and_diff(tmp_path: Path) -> None:
     done = command(tmp_path, "list", "task=text", "status=diverged")
     assert done.returncode == 0 and "1 records" in done.stdout and "text-luna-seed7" in done.stdout
     assert "half-written.json" in done.stdout
+    done = command(tmp_path, "list", "task=listops", "seed=6")
+    assert re.search(r" 97\.00  \S+  num_steps=500$", done.stdout, re.MULTILINE)
     assert command(tmp_path, "list", "tsk=text").returncode == 2
 
     done = command(tmp_path, "show", "listops-fastformer-seed1")
     assert "num_params: 220000" in done.stdout and "config.train.lr: 0.0001" in done.stdout
+    assert done.stdout.splitlines()[:3] == [
+        "test accuracy 37.00 % on 2,000 examples (95 % interval 34.9 to 39.1), completed",
+        "fastformer on ListOps, recipe nystromformer, seed 1, changed: nothing",
+        "data files, budget full, finished 2026-01-01T01:00:00+00:00",
+    ]
+    done = command(tmp_path, "show", "text-luna-seed7")
+    assert done.stdout.startswith("no result, diverged: step 77: nan\n")
     done = command(tmp_path, "show", "listops-luna")
     assert done.returncode == 2 and "expected one record, found" in done.stderr
     assert command(tmp_path, "show", "nothing").returncode == 2
@@ -159,6 +178,33 @@ def test_list_show_and_diff(tmp_path: Path) -> None:
         "['model=luna', 'task=listops', 'seed=0', 'shape.num_heads=4']",
     ]
     assert command(tmp_path, "diff", paths[0], paths[0]).stdout == "no difference\n"
+
+
+def test_a_second_record_of_a_run_has_a_number(tmp_path: Path) -> None:
+    first = save(make_record(started_at="2025-12-31T00:00:00Z"), tmp_path)
+    second = save_beside(make_record(accuracy=0.38), tmp_path)
+    name = f"{first.stem}.2"
+    assert second == first.with_name(f"{name}.json")
+    assert (load(first).name, load(second).name) == (first.stem, name)
+    assert load(second).run_id == first.stem and "number" not in json.loads(second.read_text())
+    listed = command(tmp_path, "list").stdout
+    assert re.search(rf"^{first.stem}  .* 37\.00", listed, re.M)
+    assert re.search(rf"^{name}  .* 38\.00", listed, re.M)
+    assert "2 files, 0 complaints" in command(tmp_path, "validate").stdout
+    shown = command(tmp_path, "show", name).stdout
+    assert "accuracy 38.00 %" in shown and f"also of this run: {first}\n" in shown
+    assert "accuracy 37.00 %" in command(tmp_path, "show", first.stem).stdout
+    beginning = command(tmp_path, "show", first.stem[:-2])
+    assert beginning.returncode == 2 and f"found {name}, {first.stem}\n" in beginning.stderr
+    done = command(tmp_path, "diff", first.stem, name)
+    assert "result.test.accuracy: 0.37 -> 0.38" in done.stdout
+
+
+@pytest.mark.parametrize("wrong", ["1", "02", "x", "2.3"])
+def test_a_number_that_no_run_would_give_is_a_complaint(tmp_path: Path, wrong: str) -> None:
+    path = save(make_record(), tmp_path)
+    path = path.rename(path.with_name(f"{path.stem}.{wrong}.json"))
+    assert "holds task listops" in command(tmp_path, "validate").stdout
 
 
 def test_command_makes_the_same_run_or_says_what_has_changed(tmp_path: Path) -> None:
@@ -201,6 +247,27 @@ def test_validate_finds_what_does_not_fit_together(tmp_path: Path) -> None:
                     "half.json: not a JSON record"):  # fmt: skip
         assert message in done.stdout
     assert command(tmp_path, "validate", good).returncode == 0
+
+
+def test_merge_keeps_both_trainings_of_one_run(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    days = [f"2026-01-0{n}T00:00:00Z" for n in (1, 2, 3, 4)]
+    shipped = make_record(started_at=days[0])
+    for folder, start in ((here, days[1]), (there, days[2])):
+        save(shipped, folder)
+        save_beside(make_record(started_at=start), folder)
+    save(make_record(seed=5), there)
+    done = command(here, "merge", there)
+    assert done.returncode == 0, done.stderr
+    renamed, count = done.stdout.splitlines()
+    assert f"{shipped.run_id}.2.json is " in renamed and f"{shipped.run_id}.3.json here" in renamed
+    assert count == "2 records added, 1 were here already"
+    found, _ = load_all(here)
+    assert sorted((r.seed, r.number, r.started_at[:10]) for r in found) == [
+        (0, 1, "2026-01-01"), (0, 2, "2026-01-02"), (0, 3, "2026-01-03"), (5, 1, "2026-01-01"),
+    ]  # fmt: skip
+    assert command(here, "validate").returncode == 0
+    assert command(here, "merge", there).stdout == "0 records added, 3 were here already\n"
 
 
 def test_merge_adds_what_is_new_and_refuses_conflicts(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from lra import records
 from lra.leaderboard import make_rows
-from lra.sweep import Outcome, has_failed, note, outcomes, summary
+from lra.sweep import Outcome, has_failed, note, note_size, outcomes, position, summary
 from tests.test_cli import ROOT, TINY, start
 
 # Ends in every way there is, by seed; keyed on the process's own seeding.
@@ -87,7 +87,7 @@ def test_failures_are_recorded_at_once_and_the_others_go_on(tmp_path: Path) -> N
     *lines, count = out.strip().splitlines()[-6:]
     for seed, line in enumerate(lines):
         record = by_seed[seed]
-        assert line.split()[:2] == [str(seed), record.status]
+        assert line.split()[:2] == [str(seed + 1), record.status]
         assert record.run_id in line and line.endswith(record.message)
     assert count.startswith("5 jobs: ")
     for part in ("1 failed", "1 diverged", "1 out_of_memory"):
@@ -101,7 +101,7 @@ def test_an_error_before_the_run_and_without_a_message_is_one_of_the_outcomes(
     assert code == 1 and "AssertionError" in err
     assert set(found(tmp_path, "trouble")) == {0}
     first, _, count = out.strip().splitlines()[-3:]
-    assert first.split() == ["0", "failed", "AssertionError"] and "1 failed" in count
+    assert first.split() == ["1", "failed", "AssertionError"] and "1 failed" in count
 
 
 def test_a_signal_to_the_whole_sweep_ends_it_with_a_summary_and_it_goes_on_later(
@@ -115,7 +115,7 @@ def test_a_signal_to_the_whole_sweep_ends_it_with_a_summary_and_it_goes_on_later
     assert json.loads((folder / "status.json").read_text())["status"] == "interrupted"
     assert not (folder / "traceback.txt").exists()
     *_, last, count = out.strip().splitlines()
-    assert last.split()[:2] == ["1", "interrupted"] and by_seed[6].run_id in last
+    assert last.split()[:2] == ["2", "interrupted"] and by_seed[6].run_id in last
     assert count.startswith("3 jobs: ") and "1 interrupted, 1 without an outcome" in count
     code, out, _ = sweep(tmp_path, *BAD, "seed=0,6,4")
     assert code == 0 and "resuming at step 1" in out and out.count("nothing to do") == 1
@@ -135,7 +135,7 @@ def test_a_refused_job_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert code == 2 and "shape.num_heads=5 does not divide" in err
     # All jobs are checked first: the mistake in the last is told before the first has run.
     warning, *_ = err.splitlines()
-    assert warning.startswith("warning: job 1 (") and "num_heads=5 shape.d_model=16" in warning
+    assert warning.startswith("warning: job 2 (") and "num_heads=5 shape.d_model=16" in warning
     assert "1 refused" in out and len(found(tmp_path, "luna")) == 1
 
 
@@ -170,6 +170,8 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     written = first.stat().st_mtime_ns
     code, out, _ = sweep(tmp_path / "cut", *arguments)
     assert code == 0 and out.count("nothing to do") == 1 and out.count("resuming at step") == 1
+    # A job that had ended before says nothing about the pace.
+    assert [li for li in out.splitlines() if li.startswith("job 2 of")] == ["job 2 of 3"]
     assert re.search("seed0-[0-9a-f]+ is finished .*nothing to do", out)
     assert first.stat().st_mtime_ns == written
     whole, cut = found(tmp_path / "whole", "luna"), found(tmp_path / "cut", "luna")
@@ -187,6 +189,14 @@ def test_a_sweep_over_lists_runs_each_list(tmp_path: Path) -> None:
     paths = (tmp_path / "outputs/results/runs/listops/luna").glob("*.json")
     heads = [records.load(path).config["shape"]["head_hidden"] for path in paths]
     assert sorted(heads) == [[4, 4], [8]] and "2 jobs: " in out
+    # Where each job stands in the sweep, once there is a pace how long the rest takes, and at the
+    # end what each has changed.
+    first, second = [line for line in out.splitlines() if re.match(r"job \d of", line)]
+    assert first == "job 1 of 2"
+    assert re.fullmatch(
+        r"job 2 of 2; at the pace so far about .* s to the end of the sweep", second
+    )
+    assert re.search(r"^1 .*-seed0-\w+ \(.*head_hidden=\[8\]", out, re.MULTILINE)
 
 
 def test_long_and_odd_overrides_give_short_safe_folder_names(tmp_path: Path) -> None:
@@ -207,6 +217,9 @@ def test_jobs_side_by_side(tmp_path: Path) -> None:
     by_seed = found(tmp_path, "trouble")
     assert {s: r.status == "failed" for s, r in by_seed.items()} == {0: False, 1: True, 4: False}
     assert "3 jobs: " in out and "1 failed" in out
+    assert sorted(re.findall(r"^job \d.*", out, re.MULTILINE)) == [
+        f"job {i} of 3" for i in (1, 2, 3)
+    ]
     assert by_seed[0].hardware["num_threads"] == 1  # TINY asks for it
 
 
@@ -236,7 +249,8 @@ def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_pat
     log = (tmp_path / "outputs" / by_seed[7].run_id / "run.log").read_text()
     before, resumed, _ = log.partition("resuming at step 1\n")
     assert resumed and "interrupted: stopped by SIGUSR2 at step 1" in before
-    assert before.count(f"{by_seed[7].run_id}.json") == 1  # its record was written
+    # Its record was written: the last line; the path in the header says where it will be.
+    assert len(re.findall(rf"^.*record   \S*{by_seed[7].run_id}\.json$", before, re.M)) == 1
     (submitit,) = [
         text
         for path in tmp_path.glob("outputs/.sweeps/*/.submitit/*/*_log.out")
@@ -248,12 +262,27 @@ def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_pat
     assert count.startswith("3 jobs: ")
 
 
+def test_where_a_job_stands_and_how_long_the_rest_takes(tmp_path: Path) -> None:
+    assert position(tmp_path, 0, in_turn=True) == "job 1"
+    note_size(tmp_path, 4)
+    assert position(tmp_path, 0, in_turn=True) == "job 1 of 4"
+    note(tmp_path, Outcome(0, "completed", 0, "run-a", 0.5))  # was there before
+    assert position(tmp_path, 1, in_turn=True) == "job 2 of 4"
+    note(tmp_path, Outcome(1, "completed", 0, "run-b", 0.5, trained_s=90))
+    assert position(tmp_path, 2, in_turn=False) == "job 3 of 4"
+    assert position(tmp_path, 2, in_turn=True) == (
+        "job 3 of 4; at the pace so far about 3 min 00 s to the end of the sweep"
+    )
+    assert len(outcomes(tmp_path)) == 2
+
+
 def test_outcomes_in_a_folder(tmp_path: Path) -> None:
     note(tmp_path, Outcome(10, "completed", 0, "run-b", 0.5))
     note(tmp_path, Outcome(2, "completed", 0, "run-a", 1 / 32))
     assert [o.number for o in outcomes(tmp_path)] == [2, 10] and not has_failed(tmp_path)
-    note(tmp_path, Outcome(3, "failed", 1, message="why"))
+    note(tmp_path, Outcome(3, "failed", 1, "run-c", message="why", setting="lr=0.1"))
     assert has_failed(tmp_path)
+    assert "\n4    failed             run-c (lr=0.1): why\n" in summary(outcomes(tmp_path), 4)
     text = summary(outcomes(tmp_path), 4)
     assert "50.00" in text and "3.13" in text  # as tables print 3.125
     assert "why" in text and "1 without an outcome" in text
