@@ -7,21 +7,26 @@ import time
 import traceback
 from pathlib import Path
 
+from lra.script import EXIT_USAGE  # lra comes first: it says what to do where packages are missing
+
+# isort: split
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lra.cli import (
     CONFIGS,
+    check_dashes,
     compose_config,
     exit_codes,
+    explain,
     job_settings,
     print_summary,
     run_program,
+    told,
     typed,
 )
 from lra.files import Unwritable
-from lra.script import EXIT_USAGE
 from lra.sweep import Outcome, first_line, has_failed, note, position
 
 
@@ -35,9 +40,11 @@ def main(cfg: DictConfig) -> None:
     try:
         outcome = run(cfg, settings.number, settings.sweep_dir)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        message = explain(error, list(HydraConfig.get().overrides.task))
+        if message not in told:
+            print(f"error: {message}", file=sys.stderr, flush=True)
         status = "busy" if type(error).__name__ == "Busy" else "refused"
-        outcome = Outcome(settings.number, status, EXIT_USAGE, message=first_line(error))
+        outcome = Outcome(settings.number, status, EXIT_USAGE, message=message.partition("\n")[0])
     except Unwritable as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         outcome = Outcome(settings.number, "failed", 1, message=first_line(error))
@@ -86,4 +93,5 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
 
 
 if __name__ == "__main__":
+    check_dashes(sys.argv[1:])
     run_program(main)

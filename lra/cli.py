@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.config import RunConfig, fill, flatten, nearest
+from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_key
 from lra.files import check_writable
 from lra.script import EXIT_INTERRUPTED, fail, unread
 from lra.sweep import Outcome, first_line, note_size, outcomes, summary
@@ -36,6 +36,7 @@ GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
 exit_codes: list[int] = []  # of the jobs that ended
 sweep_dirs: list[Path] = []  # of the sweep that this process launched
 sweep_sizes: list[int] = []  # its number of jobs
+told: set[str] = set()  # why jobs of it will be refused, as said before the first
 
 
 def typed(cfg: DictConfig) -> RunConfig:
@@ -65,40 +66,107 @@ def compose_config(overrides: list[str]) -> DictConfig:
 
 
 def explain(error: Exception, overrides: list[str]) -> str:
-    """One message for what Hydra refused: the key, what is allowed and the nearest known name."""
+    """One message for what was refused: the key, what is allowed and the nearest known name."""
     several = next((o for o in overrides if re.match(r"(experiment|task|recipe)=\[", o)), None)
     if several:
         return f"{several}: a list, expected one choice; -m with commas runs one after the other"
+    if isinstance(error, UnknownKey):
+        is_known = error.key in known_keys(overrides)  # so its class lacks it, whatever the file
+        return str(error) if is_known else unknown_key(error.key, error.given, overrides)
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
-        quoted = value.replace("'", "\\'")
-        return (
-            f"{error.override}: cannot be read as it stands; a value with brackets or other signs "
-            f"wants two pairs of quotes: \"{key}='{quoted}'\""
-        )
+        return unreadable(error.override, overrides)
     if "hydra/launcher" in str(error):
         extra = "parallel" if "joblib" in str(error) else "slurm"
         return f"{str(error).splitlines()[0]}; pip install 'lra-harness[{extra}]' brings it"
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return f"{group}={choice}: not a choice; {nearest(choice, error.options)}"
+    if match := re.search(r"Ambiguous value for argument '(.*)'|weep overrides", str(error)):
+        given = match[1] or next((o for o in overrides if "," in o), "")
+        key, _, values = given.partition("=")
+        if key not in known_keys(overrides):
+            return unknown_key(key, given, overrides)
+        return (
+            f"{given}: expected one value; several make a sweep, with -m (--multirun): "
+            f"python run.py -m {' '.join(overrides)}; a list is {key}=[{values}]"
+        )
     match = re.search(r"Could not override '([^']+)'", str(error))
     if match:
         key = match[1].lstrip("+~")
-        choices = [o for o in overrides if re.fullmatch(rf"({'|'.join(GROUPS)})=\w+", o)]
         given = next((o for o in overrides if o.lstrip("+~").startswith(f"{key}=")), key)
         if key.startswith("hydra."):
             return unknown_hydra_key(OmegaConf.structured(HydraConf), given) or (
                 f"{given}: unknown key"
             )
-        section, _, name = key.rpartition(".")
-        known = list(flatten(_plain(compose_config(choices))))
-        inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
-        if name in inside:
-            return f"{given}: not a key of every choice in this sweep"
-        top = sorted({k.split(".")[0] for k in known} | set(GROUPS))
-        return f"{given}: unknown key; {nearest(name, inside or top)}"
+        return unknown_key(key, given, overrides)
     return str(error)
+
+
+def known_keys(overrides: list[str]) -> list[str]:
+    """Every key of the config that the choices among `overrides` give, and the groups."""
+    choices = [o for o in overrides if re.fullmatch(rf"({'|'.join(GROUPS)})=\w+", o)]
+    try:
+        composed = compose_config(choices)
+    except HydraException:  # a choice is wrong as well
+        composed = compose_config([])
+    return [k for k in flatten(_plain(composed)) if not k.endswith("._target_")] + list(GROUPS)
+
+
+def unknown_key(key: str, given: str, overrides: list[str]) -> str:
+    """What to say of a key that is not there, or not with every choice of a sweep."""
+    known = known_keys(overrides)
+    if key in known:
+        return f"{given}: not a key of every choice in this sweep"
+    section, _, name = key.rpartition(".")
+    close = nearest_key(key, known)
+    if close is not None and close.rpartition(".")[0] != section:
+        return f"{given}: unknown key; did you mean '{close}'?"
+    inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
+    top = sorted({k.split(".")[0] for k in known})
+    return f"{given}: unknown key; {nearest(name, inside or top)}"
+
+
+def unreadable(override: str, overrides: list[str]) -> str:
+    """What to say of a word that is no `key=value`."""
+    key, is_setting, value = override.partition("=")
+    known = known_keys(overrides)
+    if not is_setting:
+        name, colon, rest = key.partition(":")
+        if colon and nearest_key(name, known, 2):
+            return (
+                f"{override}: expected key=value; did you mean '{name}={rest.strip() or 'VALUE'}'?"
+            )
+        if key in known:
+            return f"{override}: no value; expected {key}=VALUE, without blanks around the ="
+        groups = [g for g in GROUPS if (CONFIGS / g / f"{key}.yaml").is_file()]
+        hint = f"; did you mean '{groups[0]}={key}'?" if groups else ""
+        return f"{override}: expected key=value{hint}"
+    if key != key.strip():
+        return f"{override}: a blank before the =; expected {key.strip()}={value.strip()}"
+    if value != value.strip("=, "):
+        return f"{override}: cannot be read; did you mean '{key}={value.strip('=, ')}'?"
+    name, colon, knobs = value.partition(":")
+    if key == "model" and colon:
+        words = [f"model={name}", *(f"model.{knob}" for knob in knobs.split(","))]
+        return f"{override}: here each key is a word of its own; did you mean '{' '.join(words)}'?"
+    quoted = value.replace("'", "\\'")
+    return (
+        f"{override}: cannot be read as it stands; a value with brackets or other signs "
+        f"wants two pairs of quotes: \"{key}='{quoted}'\""
+    )
+
+
+def check_dashes(words: list[str]) -> None:
+    """Refuse a key that was given as an option: `--model luna` for `model=luna`."""
+    options = {
+        i: m for i, w in enumerate(words) if (m := re.fullmatch(r"--?(\w[\w.-]+)(?:=(.*))?", w))
+    }
+    known = known_keys([]) if options else []
+    for i, match in options.items():
+        key = nearest_key(match[1].replace("-", "_"), known, 1)
+        if key is not None:
+            value = match[2] or next((w for w in words[i + 1 : i + 2] if w[:1] != "-"), "VALUE")
+            fail(f"{words[i]}: a setting has no dashes; did you mean '{key}={value}'?")
 
 
 def unknown_hydra_key(hydra_config: Any, override: str) -> str | None:
@@ -158,12 +226,12 @@ class SweepSummary(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Check all jobs before the first starts; remember where they leave their outcomes."""
+        sweep_sizes.append(check_jobs(list(config.hydra.overrides.task)))
         sweep_dirs.append(Path(config.hydra.sweep.dir))
         try:
             check_writable(sweep_dirs[-1], "paths.outputs")
         except OSError as error:
             fail(str(error))  # Hydra would only warn of an error in a callback
-        sweep_sizes.append(check_jobs(list(config.hydra.overrides.task)))
         note_size(sweep_dirs[-1], sweep_sizes[-1])
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
@@ -192,16 +260,26 @@ def check_jobs(overrides: list[str]) -> int:
             or [str(override.input_line)]
         )
     jobs = [list(words) for words in itertools.product(*choices)]
-    for number, words in enumerate(jobs):
+    refused: dict[str, list[int]] = {}
+    for number, words in enumerate(jobs, start=1):
         try:
             config = typed(compose_config(words))
             make_model(config, make_task(config))
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            print(
-                f"warning: job {number + 1} ({' '.join(words)}) will be refused: "
-                f"{explain(error, words)}",
-                file=sys.stderr,
-            )
+        except HydraException as error:  # Hydra itself would end the sweep with it
+            fail(explain(error, overrides))
+        except (OmegaConfBaseException, ValueError) as error:
+            refused.setdefault(explain(error, words), []).append(number)
+    hopeless = sum(map(len, refused.values())) == len(jobs)
+    for message, numbers in refused.items():
+        told.add(message)
+        if len(refused) == 1 and hopeless:
+            fail(message if len(jobs) == 1 else f"all {len(jobs)} jobs: {message}")
+        which = f"job {numbers[0]} ({' '.join(jobs[numbers[0] - 1])})"
+        if len(numbers) > 1:
+            which = f"{len(numbers)} of {len(jobs)} jobs ({', '.join(map(str, numbers))})"
+        print(f"warning: {which} will be refused: {message}", file=sys.stderr)
+    if hopeless:
+        fail("no job of this sweep could run, see above")
     return len(jobs)
 
 
@@ -224,7 +302,7 @@ def run_program(main: Callable[[], Any]) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         fail(explain(error, overrides))
     except (ValueError, OSError) as error:
-        fail(str(error))
+        fail(explain(error, overrides))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

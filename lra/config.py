@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -27,28 +28,35 @@ NO_IDENTITY = ("seed", "paths", "hardware", "logger", "checkpoint", "sweep")
 # Keys of `train` that change when something is written or saved, not the numbers.
 NO_NUMBERS = ("log_every", "checkpoint_every", "time_limit")
 MISSING = "???"  # how a config says that a value has yet to be given
+# What other programs call the same; both kinds of names, of keys and of choices.
+SYNONYMS = {
+    "cuda": "gpu", "gpus": "num_devices", "epochs": "num_steps", "hidden_size": "d_model",
+    "batchsize": "batch_size", "dataset": "task",
+}  # fmt: skip
+_NOTHING = (5, 0.0)  # no likeness
+Schedule = Literal["constant", "one_cycle", "inverse_sqrt", "rsqrt", "cosine"]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """Budget, optimiser and protocol of a run. Counted in steps; an epoch is only ever derived."""
 
-    num_steps: int
-    batch_size: int
-    lr: float  # see `schedule` for what it scales
-    warmup_steps: int
-    eval_every: int
-    schedule: Literal["constant", "one_cycle", "inverse_sqrt", "rsqrt", "cosine"] = "one_cycle"
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    num_steps: int  # updates of the weights
+    batch_size: int  # examples of an update, over all devices
+    lr: float  # peak of the rate; of schedule=rsqrt a factor, see lra/optim.py
+    warmup_steps: int  # over which the rate rises
+    eval_every: int  # steps between evaluations on the validation split
+    schedule: Schedule = "one_cycle"  # of the rate over steps; formulas in lra/optim.py
+    betas: tuple[float, float] = (0.9, 0.999)  # of AdamW: decay of both moments
+    eps: float = 1e-8  # of AdamW, added to the denominator
     weight_decay: float = 0.0  # decoupled, on all parameters
-    clip_norm: float | None = None
+    clip_norm: float | None = None  # largest norm of the whole gradient; None: no clipping
     selection: Literal["best_val", "last"] = "best_val"  # whose test accuracy is reported
-    length_bucketing: bool = True
-    pad_to_max: bool = False
+    length_bucketing: bool = True  # rows of similar length share a batch
+    pad_to_max: bool = False  # pad every batch to task.max_length, as older code does
     allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
-    log_every: int = 10
-    checkpoint_every: int | None = None  # None: at every evaluation, at most once a minute
+    log_every: int = 10  # steps between lines of metrics.jsonl
+    checkpoint_every: int | None = None  # steps; None: at every evaluation, at most once a minute
     time_limit: float | None = None  # seconds; then the run saves its state and stops, resumable
 
     def __post_init__(self) -> None:
@@ -84,12 +92,12 @@ class TrainConfig:
 class SlurmConfig:
     """Keys of a Slurm job; configs/hardware/slurm.yaml hands them to the launcher."""
 
-    partition: str | None
-    account: str | None
-    timeout_min: int
-    nodes: int
-    cpus_per_task: int
-    mem_gb: int | None
+    partition: str | None  # None: the cluster's default
+    account: str | None  # whom the time is charged to; None: your default
+    timeout_min: int  # minutes of a job; a run may take several turns
+    nodes: int  # machines of a run
+    cpus_per_task: int  # cores for each device
+    mem_gb: int | None  # memory of each node; None: the cluster's default
 
     def __post_init__(self) -> None:
         for name in ("timeout_min", "nodes", "cpus_per_task", "mem_gb"):
@@ -102,12 +110,12 @@ class SlurmConfig:
 class HardwareConfig:
     """Where and how a run computes; changes speed and memory, never rate, batch or data order."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
+    precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"  # of a step
     num_threads: int | None = None  # None: as PyTorch chooses
     num_workers: int = 0  # processes that build batches; 0 builds them in the main process
     micro_batch_size: int | None = None  # rows per forward pass; None: the whole batch
-    compile: bool = False
+    compile: bool = False  # torch.compile: worth trying on a GPU, does not pay on a CPU
     activation_checkpointing: bool = False  # recompute layers in the backward pass; saves memory
     num_devices: int = 1  # processes on each machine, each with a device of its own
     slurm: SlurmConfig | None = None
@@ -125,21 +133,21 @@ class HardwareConfig:
 class Paths:
     """Folders; relative ones are taken from where the command was started."""
 
-    data: Path
-    cache: Path
-    outputs: Path
-    results: Path
+    data: Path  # files as people have them
+    cache: Path  # tokens made from them, or by our generators, once
+    outputs: Path  # one folder for each run: checkpoints, metrics.jsonl, log
+    results: Path  # records and the tables made from them
 
 
 @dataclass(frozen=True)
 class LoggerConfig:
     """Where curves go besides the run's own metrics.jsonl."""
 
-    name: Literal["none", "wandb", "tensorboard"] = "none"
-    project: str = "lra"
-    entity: str | None = None  # None: wandb's own default
-    mode: Literal["online", "offline"] = "online"
-    group: str | None = None  # None: the config's hash, so that repeats over seeds stand together
+    name: Literal["none", "wandb", "tensorboard"] = "none"  # the group's choice sets it
+    project: str = "lra"  # of wandb
+    entity: str | None = None  # of wandb, user or team; None: its default
+    mode: Literal["online", "offline"] = "online"  # of wandb; offline without a network
+    group: str | None = None  # of wandb; None: the config's hash, which seeds share
     timeout_s: float = 30.0  # how long the start, and the end, of a run may wait for the service
 
     def __post_init__(self) -> None:
@@ -158,7 +166,7 @@ class SweepConfig:
 class RunConfig:
     """One run, typed. `task`, `model` and `shape` stay plain until their classes are imported."""
 
-    seed: int
+    seed: int  # of weights, dropout and the order of batches; not of data or splits
     task: dict[str, Any]
     model: dict[str, Any]
     shape: dict[str, Any]
@@ -168,7 +176,7 @@ class RunConfig:
     paths: Paths
     recipe: str
     checkpoint: str | None = None  # a run folder or checkpoint file: evaluate it, train nothing
-    init_from: str | None = None  # likewise: start from its weights, as a new run
+    init_from: str | None = None  # a run folder or checkpoint file: start from its weights
     sweep: SweepConfig = SweepConfig()
 
     def __post_init__(self) -> None:
@@ -176,12 +184,64 @@ class RunConfig:
             raise ValueError(f"seed={self.seed}: expected 0 to 2**32 - 1")
 
 
+class UnknownKey(ValueError):
+    """A key that a class does not take; `key` is the whole of it, with its section."""
+
+    def __init__(self, key: str, value: Any, allowed: Iterable[str]) -> None:
+        self.key, self.given = key, f"{key}={_show(value)}"
+        super().__init__(f"{self.given}: unknown key; {nearest(key.split('.')[-1], allowed)}")
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean ...?` and the list of what is known."""
     known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean '{close[0]}'? " if close else ""
+    close = min(known, key=lambda k: _unlikeness(name, k), default="")
+    hint = f"did you mean '{close}'? " if close and _unlikeness(name, close) < _NOTHING else ""
     return f"{hint}known: {', '.join(known) or 'none'}"
+
+
+def nearest_key(key: str, known: Iterable[str], least: int = 4) -> str | None:
+    """The known key, of whatever section, that is most like `section.name`; None if none is.
+
+    Words that agree count before letters that do, and a key of the same section before another.
+    `least` of 4 also takes keys that share letters only, 2 asks for the same words.
+    """
+    section, _, name = key.rpartition(".")
+
+    def unlikeness(other: str) -> tuple[float, ...]:
+        place, _, last = other.rpartition(".")
+        degree, rest = _unlikeness(name, last)
+        is_elsewhere = place != section
+        # Anywhere in some hundred keys, a few letters in common mean nothing.
+        if is_elsewhere and degree == 4 and rest > 0.25:
+            return (*_NOTHING, 0)
+        return degree, is_elsewhere, rest
+
+    close = min(known, key=unlikeness, default=None)
+    return close if close is not None and unlikeness(close)[0] <= least else None
+
+
+def _unlikeness(name: str, known: str) -> tuple[float, float]:
+    """How far a known name is from what was typed: a degree from 0 to 5, and order within it."""
+    if name.casefold() == known.casefold():
+        return 0, 0
+    ours, theirs = _words(name), _words(known)
+    if ours == theirs or SYNONYMS.get(name.removeprefix("num_")) == known:
+        return 1, 0
+    if ours and ours < theirs:
+        return 2, len(theirs - ours)
+    if len(known) > 1 and known == "".join(word[0] for word in re.split("[_-]+", name) if word):
+        return 2, 0
+    if theirs and theirs < ours:
+        return 3, len(ours - theirs)
+    distance = 1 - difflib.SequenceMatcher(None, name.casefold(), known.casefold()).ratio()
+    return (4, distance) if distance <= 0.45 else _NOTHING
+
+
+def _words(name: str) -> frozenset[str]:
+    """The words of a name in lower case, without `num` and the plural's s: layers, num_layers."""
+    words = re.split(r"[^a-z0-9]+", name.casefold())
+    return frozenset(w[:-1] if len(w) > 3 and w.endswith("s") else w for w in words if w) - {"num"}
 
 
 def fill(target: Callable[..., T], values: Mapping[str, Any], key: str = "", **context: Any) -> T:
@@ -217,9 +277,7 @@ def check(
     arguments = {}
     for name, value in values.items():
         if name not in allowed:
-            raise ValueError(
-                f"{prefix}{name}={_show(value)}: unknown key; {nearest(name, allowed)}"
-            )
+            raise UnknownKey(f"{prefix}{name}", value, allowed)
         if value != MISSING:
             arguments[name] = convert(value, hints.get(name, Any), f"{prefix}{name}")
     for name in allowed:
@@ -272,6 +330,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
             return fill(hint, value, key)
+        first = dataclasses.fields(hint)[0].name
+        raise ValueError(f"{key}={_show(value)}: has keys of its own, such as {key}.{first}")
     elif origin in (list, tuple) and isinstance(value, list | tuple):
         inner = args if origin is tuple and args[-1] is not ... else [args[0]] * len(value)
         if len(inner) == len(value):
@@ -287,7 +347,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return Path(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    raise ValueError(f"{key}={_show(value)}: expected {_describe(hint)}")
+    raise ValueError(f"{key}={_show(value)}: expected {describe_type(hint)}")
 
 
 def load_target(path: Any, key: str) -> type:
@@ -325,15 +385,18 @@ def _show(value: Any) -> str:
     return "null" if value is None else repr(value) if isinstance(value, str) else str(value)
 
 
-def _describe(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
+    """What a type annotation allows, in words."""
     if hint is type(None):
         return "null"
     args = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return " | ".join(map(str, args))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(a) for a in args)
+        return " or ".join(describe_type(a) for a in args)
     if typing.get_origin(hint) in (list, tuple):
         return (
-            f"a list of {_describe(args[0])}"
+            f"a list of {describe_type(args[0])}"
             if args[-1] is ...
             else f"a list of {len(args)} numbers"
         )

@@ -1,13 +1,31 @@
-"""How a script ends: a message and a code for wrong input, quietly when nobody reads on."""
+"""How a program starts and ends: a message and a code for wrong input, quietly if nobody reads."""
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_UNREAD = 2, 75, 141  # the last is 128 + SIGPIPE, as of a shell
+
+
+class Parser(argparse.ArgumentParser):
+    """For scripts that take settings as key=value: shows the docstring, and knows a usual slip."""
+
+    def __init__(self, description: str | None) -> None:
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Leave with usage and message; an unknown option is perhaps a setting."""
+        if message.startswith("unrecognized arguments: -"):
+            message += " (a setting has no dashes: key=value)"
+        super().error(message)
 
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
@@ -36,3 +54,17 @@ def fail(message: str) -> NoReturn:
     """Print an error and leave with the code for wrong input."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(EXIT_USAGE)
+
+
+def check_packages() -> None:
+    """Leave, with what to do, if this Python is too old or lacks what every program needs."""
+    here = Path(__file__).resolve().parent.parent
+    missing = [n for n in ("hydra", "numpy", "torch") if importlib.util.find_spec(n) is None]
+    if sys.version_info >= (3, 11) and not missing:
+        return
+    python = here / ".venv" / "bin" / "python"
+    remedy = (
+        f"use {python}" if python.exists() else f"`make setup` in {here} makes one that has all"
+    )
+    why = f"has no {' and no '.join(missing)}" if missing else "is older than 3.11"
+    fail(f"this Python ({sys.executable}, {sys.version.split()[0]}) {why}; {remedy}")

@@ -74,10 +74,13 @@ def has_failed(folder: Path) -> bool:
 def summary(found: list[Outcome], num_jobs: int) -> str:
     """One line a job, counted from 1, and their number, for the end of a sweep."""
     lines = [STATUS_COLUMNS]
+    said: dict[str, int] = {}  # by which job
     for o in found:
         accuracy = "" if o.accuracy is None else percent(100 * o.accuracy)
+        is_repeated = o.status == "refused" and said.setdefault(o.message, o.number) != o.number
+        message = f"as job {said[o.message] + 1}" if is_repeated else o.message
         run = o.run_id + (f" ({o.setting})" if o.setting else "")
-        note = f"{run}{': ' if run and o.message else ''}{o.message}"
+        note = f"{run}{': ' if run and message else ''}{message}"
         lines.append((str(o.number + 1), o.status, accuracy, note))
     widths = [max(len(line[i]) for line in lines) for i in range(3)]
     text = [

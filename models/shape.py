@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Pooling = Literal["mean", "padded_mean", "cls", "first", "max", "attention"]
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -16,23 +18,23 @@ class Shape:
 
     vocab_size: int  # ids 0 .. vocab_size - 1; 0 is padding
     max_length: int  # longest sequence in tokens, without the class token
-    d_model: int = 64
-    d_ff: int = 128
-    num_layers: int = 2
-    num_heads: int = 2
+    d_model: int = 64  # width of the model
+    d_ff: int = 128  # width of the feed-forward
+    num_layers: int = 2  # mixer and feed-forward count as one
+    num_heads: int = 2  # of the attention
     head_dim: int | None = None  # None: d_model / num_heads
-    dropout: float = 0.1
-    attention_dropout: float = 0.1
+    dropout: float = 0.1  # rate, on embeddings and on what each layer adds
+    attention_dropout: float = 0.1  # rate, on attention weights
     activation_dropout: float | None = None  # inside the feed-forward; None: as dropout
-    activation: Literal["gelu", "relu"] = "gelu"
-    norm: Literal["pre", "post"] = "pre"
-    positions: Literal["learned", "sinusoidal", "none"] = "learned"
+    activation: Literal["gelu", "relu"] = "gelu"  # of feed-forward and classifier
+    norm: Literal["pre", "post"] = "pre"  # LayerNorm before or behind each part of a layer
+    positions: Literal["learned", "sinusoidal", "none"] = "learned"  # added to the tokens
     embedding_norm: bool = False  # LayerNorm on token + position
     embedding_scale: bool = False  # token embeddings times sqrt(d_model)
-    attention_bias: bool = True
+    attention_bias: bool = True  # bias in the linear maps of the mixer
     tie_layers: bool = False  # one block applied num_layers times
-    init: Literal["torch", "bert", "lra"] = "torch"
-    pooling: Literal["mean", "padded_mean", "cls", "first", "max", "attention"] = "mean"
+    init: Literal["torch", "bert", "lra"] = "torch"  # how first weights are drawn
+    pooling: Pooling = "mean"  # over real tokens; padded_mean: divided by all
     head_hidden: tuple[int, ...] = (128,)  # widths of the classifier's hidden layers
     head_bias: bool = True  # bias of the classifier's last layer
     pair_features: Literal["four", "concat"] = "four"  # u, v, u*v, u-v or u, v

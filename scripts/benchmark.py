@@ -26,7 +26,6 @@ Rows have random ids, full length and no padding. Words, besides the keys of the
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import importlib.metadata
 import os
@@ -40,6 +39,9 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import lra  # noqa: E402, F401  # first: it says what to do where packages are missing
+
+# isort: split
 from hydra.errors import HydraException  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
@@ -58,6 +60,7 @@ from lra.benchmarks import (  # noqa: E402
 from lra.cells import CellFailed, in_own_process  # noqa: E402
 from lra.cli import CONFIGS, GROUPS, compose_config, explain, run_program  # noqa: E402
 from lra.config import RunConfig, fill, nearest  # noqa: E402
+from lra.script import Parser  # noqa: E402
 from lra.task import available_cores  # noqa: E402
 
 LENGTHS = (1024, 2048, 3072, 4096)
@@ -114,9 +117,7 @@ class Settings:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="see above")
     parser.add_argument("--peer", action="store_true", help="other implementations too")
     kind = parser.add_mutually_exclusive_group()

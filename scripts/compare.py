@@ -4,20 +4,27 @@
     python scripts/compare.py luna:projection_length=128 luna:projection_length=16 task=listops
 
 A model may name keys of the config to choose among its settings; recipe=NAME chooses the recipe.
+Of several settings the recipe's own is taken, as the configs give it today. Runs of full budget on
+the benchmark's data are meant unless the two models only share another kind, such as reduced ones.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra.config import flatten, nearest  # noqa: E402
+import lra  # noqa: E402, F401  # first: it says what to do where packages are missing
+
+# isort: split
+import numpy as np  # noqa: E402
+
+from lra.build import model_name, resolved  # noqa: E402
+from lra.cli import CONFIGS, compose_config, typed  # noqa: E402
+from lra.config import config_hash, flatten, nearest  # noqa: E402
 from lra.leaderboard import (  # noqa: E402
     LEFT_OUT,
     TASKS,
@@ -28,55 +35,116 @@ from lra.leaderboard import (  # noqa: E402
     why_left_out,
 )
 from lra.records import Record, load_all, unpack_correct  # noqa: E402
-from lra.script import run_script  # noqa: E402
+from lra.script import Parser, run_script  # noqa: E402
 from lra.statistics import Comparison, compare  # noqa: E402
 
+Runs = tuple[Record, ...]
+# Kinds of finished runs, the best first: None is what the leaderboard's main table takes.
+KINDS = (None, "reduced", "partial", "synthetic")
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
-def choose(records: list[Record], text: str) -> dict[int, Record]:
-    """Finished runs, by seed, of the one setting that `model:key=value,...` names.
+
+@dataclass(frozen=True)
+class Side:
+    """One model of the comparison: the runs taken, by seed, and what else there was."""
+
+    runs: dict[int, Record]
+    why: str  # these runs
+    left_out: Counter[str]  # reasons
+
+
+def fitting(records: list[Record], text: str) -> list[Record]:
+    """Runs that `model:key=value,...` names, unfinished ones too.
 
     Raises:
-        ValueError: no such run, or several settings; names them.
+        ValueError: no finished run among them.
     """
     model, _, keys = text.partition(":")
     wanted = dict(pair.partition("=")[::2] for pair in keys.split(",") if pair)
-    own = [r for r in records if r.model == model and r.result]
-    if not own:
+    own = [r for r in records if r.model == model]
+    if not any(r.result for r in own):
         known = nearest(model, sorted({r.model for r in records if r.result}))
-        raise ValueError(f"{text}: no finished run of this task; {known}")
+        raise ValueError(f"{text}: no finished run of this task and recipe; {known}")
     for key, value in wanted.items():
         own = [r for r in own if any(f".{k}".endswith(f".{key}") and _same(v, value)
                                      for k, v in flatten(r.config).items())]  # fmt: skip
-    if not own:
+    if not any(r.result for r in own):
         raise ValueError(f"{text}: none of the model's runs has {keys}")
-    # Runs that count are meant, unless there are none.
-    counting = [r for r in own if why_left_out(r) is None] or own
-    settings: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in drop_duplicates(counting)[0]:
-        fingerprint = str(record.data.get("fingerprint"))
-        settings[record.recipe, record.config_hash, fingerprint].append(record)
-    if len(settings) > 1:
-        cells = [tuple(runs) for runs in settings.values()]
-        names = [f"recipe={c[0].recipe} {v}" for c, v in zip(cells, variants(cells), strict=True)]
-        raise ValueError(f"{text}: {len(cells)} settings; choose one by recipe=NAME or by "
-                         f"{model}:key=value: " + "; ".join(names))  # fmt: skip
-    return {r.seed: r for r in next(iter(settings.values()))}
+    return own
 
 
 def _same(value: object, text: str) -> bool:
     return text in (str(value), str(value).lower()) or (value is None and text == "null")
 
 
+def choose(own: list[Record], text: str, kind: str | None) -> Side:
+    """The runs of one kind and of one setting: the recipe's own if there are several.
+
+    Raises:
+        ValueError: several settings, none of them or several the recipe's own; names them.
+    """
+    left_out = Counter(
+        _kind_text(why_left_out(r)) for r in own if not r.result or why_left_out(r) != kind
+    )
+    of_kind = [r for r in own if r.result and why_left_out(r) == kind]
+    kept, duplicates = drop_duplicates(of_kind)
+    left_out.update({LEFT_OUT["duplicate"].lower(): len(duplicates)} if duplicates else {})
+    settings: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    for record in kept:
+        fingerprint = str(record.data.get("fingerprint"))
+        settings[record.recipe, record.config_hash, fingerprint].append(record)
+    cells: list[Runs] = [tuple(runs) for runs in settings.values()]
+    names = [f"recipe={c[0].recipe} {v}".strip()
+             for c, v in zip(cells, variants(cells), strict=True)]  # fmt: skip
+    taken, why = 0, "the only setting"
+    if len(cells) > 1:
+        own_settings = [i for i, cell in enumerate(cells) if _is_recipes_own(cell[0])]
+        if len(own_settings) != 1:
+            model = text.partition(":")[0]
+            raise ValueError(
+                f"{text}: {len(cells)} settings of {_kind_text(kind)}; choose one by recipe=NAME "
+                f"or by {model}:key=value: " + "; ".join(names)
+            )
+        taken, why = own_settings[0], f"the recipe's own setting ({names[own_settings[0]]})"
+    for i, (cell, name) in enumerate(zip(cells, names, strict=True)):
+        if i != taken:
+            left_out[f"another setting ({name})"] += len(cell)
+    return Side({r.seed: r for r in cells[taken]}, f"{_kind_text(kind)}, {why}", left_out)
+
+
+def _is_recipes_own(record: Record) -> bool:
+    """Whether the configs of today give this setting with no key set."""
+    try:
+        words = [f"task={record.task}", f"model={record.model}", f"recipe={record.recipe}"]
+        return config_hash(resolved(typed(compose_config(words)))) == record.config_hash
+    except Exception:  # a task, model or recipe that is not here; whatever composing raises then
+        return False
+
+
+def _kind_text(kind: str | None) -> str:
+    return LEFT_OUT[kind].lower() if kind else "full budget"
+
+
+def common_kinds(sides: list[list[Record]]) -> list[str | None]:
+    """The kind to take from each side: the best that both have, else each side's best."""
+    have = [{why_left_out(r) for r in own if r.result} for own in sides]
+    shared = [kind for kind in KINDS if all(kind in kinds for kinds in have)]
+    return [next(k for k in shared or KINDS if k in kinds) for kinds in have]
+
+
 def paired(a: dict[int, Record], b: dict[int, Record]) -> tuple[Comparison, list[int]]:
     """Comparison over the common seeds.
 
     Raises:
-        ValueError: no common seed, other data, or records without per-example results.
+        ValueError: no common seed, the same runs, other data, or records without per-example
+            results.
     """
     seeds = sorted(a.keys() & b.keys())
     if not seeds:
         raise ValueError(f"no common seed: {sorted(a)} and {sorted(b)}")
     runs = [[model[seed] for seed in seeds] for model in (a, b)]
+    if runs[0] == runs[1]:
+        raise ValueError("both sides are the same runs; MODEL:key=value tells settings apart")
     fingerprints = {str(r.data.get("fingerprint")) for side in runs for r in side}
     if len(fingerprints) > 1:
         raise ValueError(f"the runs used different data: fingerprints {sorted(fingerprints)}")
@@ -92,10 +160,10 @@ def _correct(record: Record) -> np.ndarray:
     return unpack_correct(test.correct, test.num_examples)
 
 
-def report(names: tuple[str, str], sides: list[dict[int, Record]]) -> str:
+def report(names: list[str], sides: list[Side]) -> str:
     """The comparison in words."""
-    result, seeds = paired(*sides)
-    cells = [Cell(tuple(side[seed] for seed in seeds)) for side in sides]
+    result, seeds = paired(*(side.runs for side in sides))
+    cells = [Cell(tuple(side.runs[seed] for seed in seeds)) for side in sides]
     first = cells[0].runs[0]
     assert first.result
     lines = [
@@ -111,12 +179,26 @@ def report(names: tuple[str, str], sides: list[dict[int, Record]]) -> str:
         lines.append(f"95 % over seeds         {_interval(result.over_seeds)}")
         per_seed = ", ".join(f"{100 * d:+.2f}" for d in result.per_seed)
         lines.append(f"difference by seed      {per_seed}")
-    else:
+    if len(seeds) == 1:
         lines.append("only one common seed: nothing is known about other seeds")
+    elif len(seeds) == 2:
+        lines.append("only two common seeds: they tell next to nothing about others; three do more")
     lines.append("The difference stands out from the noise." if result.clear
                  else "The difference cannot be told from noise.")  # fmt: skip
+    for name, side, cell in zip(names, sides, cells, strict=True):
+        lines.append(f"taken     {name}: {', '.join(r.run_id for r in cell.runs)}; {side.why}")
+        reasons = [f"{reason}: {count}" for reason, count in sorted(side.left_out.items())]
+        if alone := sorted(side.runs.keys() - set(seeds)):
+            reasons.append(f"no such seed of the other model: {', '.join(map(str, alone))}")
+        if reasons:
+            lines.append(f"left out  {name}: {'; '.join(reasons)}")
     notes = {(n, why_left_out(r)) for n, c in zip(names, cells, strict=True) for r in c.runs}
     lines += [f"note: {n}: {LEFT_OUT[why].lower()}" for n, why in sorted(notes, key=str) if why]
+    kinds = {why for _, why in notes}
+    if len(kinds) > 1:
+        lines.append("note: the two models have no kind of run in common, so this is no fair match")
+    elif None not in kinds:
+        lines.append("note: it is the best kind of run that both models have")
     return "\n".join(lines)
 
 
@@ -125,28 +207,45 @@ def _interval(ends: tuple[float, float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR",
                         help="where runs/ lies (default: results)")  # fmt: skip
     parser.add_argument("words", nargs="+", metavar="WORD",
                         help="two models, task=NAME, recipe=NAME")  # fmt: skip
     arguments = parser.parse_intermixed_args()
     words = arguments.words
-    names = [w for w in words if "=" not in w.partition(":")[0]]
-    options = dict(w.partition("=")[::2] for w in words if w not in names)
-    if len(names) != 2 or not {"task"} <= options.keys() <= {"task", "recipe"}:
-        raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
     records, warnings = load_all(arguments.results)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    known = {*TASKS, *(r.task for r in records)}
-    if options["task"] not in known:
-        raise ValueError(f"task={options['task']}: {nearest(options['task'], sorted(known))}")
-    fitting = [r for r in records if r.task == options["task"]
+    names = [w for w in words if "=" not in w.partition(":")[0]]
+    options = dict(w.partition("=")[::2] for w in words if w not in names)
+    # Each word first, so that a slip in one is told before what is missing.
+    models = sorted({*MODELS, *(r.model for r in records)})
+    for i, name in enumerate(names):
+        model, colon, keys = name.partition(":")
+        if model not in models:
+            raise ValueError(f"{name}: not a model; {nearest(model, models)}")
+        if model in MODELS:  # another name of one, perhaps
+            names[i] = f"{model_name(compose_config([f'model={model}']).model)}{colon}{keys}"
+    known = {
+        "task": {*TASKS, *(r.task for r in records)},
+        "recipe": {*(p.stem for p in (CONFIGS / "recipe").glob("*.yaml")),
+                   *(r.recipe for r in records)},
+    }  # fmt: skip
+    for key, value in options.items():
+        if key in known and value not in known[key]:
+            raise ValueError(f"{key}={value}: {nearest(value, sorted(known[key]))}")
+    if len(names) != 2 or not {"task"} <= options.keys() <= known.keys():
+        raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
+    if not records:
+        raise ValueError(f"{(arguments.results / 'runs').absolute()}: no records; "
+                         "--results DIR looks in another folder")  # fmt: skip
+    of_task = [r for r in records if r.task == options["task"]
                and options.get("recipe") in (None, r.recipe)]  # fmt: skip
-    print(report((names[0], names[1]), [choose(fitting, name) for name in names]))
+    own = [fitting(of_task, name) for name in names]
+    kinds = common_kinds(own)
+    sides = [choose(*args) for args in zip(own, names, kinds, strict=True)]
+    print(report(names, sides))
     return 0
 
 

@@ -10,7 +10,6 @@ the markers and of both ends of both target contours of each picture.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -19,13 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.build import make_task  # noqa: E402
 from lra.cli import compose_config, run_program, typed  # noqa: E402
+from lra.script import Parser  # noqa: E402
 from lra.tasks.pathfinder import Pathfinder, export  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("folder", type=Path, metavar="OUT")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="e.g. task=pathx")
     parser.add_argument("--truth", type=Path, metavar="FILE", help="a table (TSV) to write")

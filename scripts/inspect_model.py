@@ -9,17 +9,20 @@ Takes every key of the config, needs no data and writes nothing.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import lra  # noqa: E402, F401  # first: it says what to do where packages are missing
+
+# isort: split
 from omegaconf import OmegaConf  # noqa: E402
 
 from lra.build import make_model, make_task, model_name, num_params, resolved  # noqa: E402
 from lra.cli import CONFIGS, compose_config, run_program, typed  # noqa: E402
+from lra.script import Parser  # noqa: E402
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
@@ -102,9 +105,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="as for run.py")
     parser.add_argument(
         "--lengths", default=",".join(map(str, LENGTHS)), help="in tokens (default: %(default)s)"

@@ -11,7 +11,6 @@ every split of every task is whole.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -19,25 +18,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import lra  # noqa: E402, F401  # first: it says what to do where packages are missing
+
+# isort: split
+import numpy as np  # noqa: E402
 
 from lra.build import make_task  # noqa: E402
 from lra.cli import CONFIGS, compose_config, explain, run_program, typed  # noqa: E402
 from lra.config import nearest  # noqa: E402
 from lra.data import ARRAYS  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
-from lra.script import EXIT_USAGE  # noqa: E402
+from lra.script import EXIT_USAGE, Parser  # noqa: E402
 from lra.task import SPLITS, Dataset, Task, prepare, verify  # noqa: E402
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument(
         "settings", nargs="*", metavar="key=value", help="task=NAME|all, verify=full, report=FILE"
     )

@@ -64,7 +64,9 @@ def list_records(results: Path, filters: list[str]) -> str:
         "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
         for line in lines
     ]
-    return "\n".join([*rows, f"{len(lines)} records", *warnings])
+    place = (results / "runs").absolute()
+    missing = "" if place.is_dir() else ", which is not there; --results DIR looks elsewhere"
+    return "\n".join([*rows, f"{len(lines)} records in {place}{missing}", *warnings])
 
 
 def find(results: Path, text: str) -> Path:
@@ -78,7 +80,10 @@ def find(results: Path, text: str) -> Path:
     paths = sorted((results / "runs").glob("*/*/*.json"))
     found = [p for p in paths if p.stem == text] or [p for p in paths if p.stem.startswith(text)]
     if len(found) != 1:
-        names = ", ".join(p.stem for p in found[:5]) or f"none among {len(paths)} in {results}"
+        names = (
+            ", ".join(p.stem for p in found[:5])
+            or f"none among {len(paths)} in {results.absolute()}"
+        )
         raise ValueError(f"{text}: expected one record, found {names}")
     return found[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import shlex
 import shutil
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -85,7 +87,7 @@ def timeless(record: records.Record) -> dict[str, object]:
         ("task.max_length=-3", ["task.max_length=-3", "at least 1"]),
         ("hardware.device=tpu", ["hardware.device='tpu'", "cuda"]),
         ("hardware.precision=fp16", ["hardware.precision=fp16", "CPU"]),
-        ("seed=1,2", ["--multirun"]),
+        ("seed=1,2", ["--multirun", "python run.py -m seed=1,2"]),
         ("task.path=/x[1]/y", ["cannot be read as it stands", "\"task.path='/x[1]/y'\""]),
         ("train.warmup_steps=9000", ["train.warmup_steps=9000", "5000"]),
         (
@@ -105,6 +107,97 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
     for text in expected:
         assert text in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("lr=0.001", "lr=0.001: unknown key; did you mean 'train.lr'?"),
+        ("train.learning_rate=1", "did you mean 'lr'?"),
+        ("learning-rate=1", "did you mean 'train.lr'?"),
+        ("batch_size=32", "did you mean 'train.batch_size'?"),
+        ("batch=32", "did you mean 'train.batch_size'?"),
+        ("model.num_layers=4", "did you mean 'shape.num_layers'?"),
+        ("+model.num_layers=4", "did you mean 'shape.num_layers'?"),
+        ("shape.layers=4", "did you mean 'num_layers'? known: d_model"),
+        ("layers=4", "did you mean 'shape.num_layers'?"),
+        ("+lr=0.001", "did you mean 'train.lr'?"),
+        ("trian.lr=1", "did you mean 'train.lr'?"),
+        ("task.seed=1", "did you mean 'seed'?"),
+        ("seeds=0,1", "did you mean 'seed'?"),
+        ("num_epochs=3", "did you mean 'train.num_steps'?"),
+        ("hardware.gpus=2", "did you mean 'num_devices'?"),
+        ("hardware=cuda", "did you mean 'gpu'?"),
+        ("task=list-ops", "did you mean 'listops'?"),
+        ("recipe=LRA", "did you mean 'lra'?"),
+        ("model=transformers", "did you mean 'transformer'?"),
+        ("optimizer=adam", "optimizer=adam: unknown key; known: checkpoint"),
+        ("train=5", "train=5: has keys of its own, such as train.num_steps"),
+        ("luna", "luna: expected key=value; did you mean 'model=luna'?"),
+        ("nothing", "nothing: expected key=value"),
+        ("task = listops", "task: no value; expected task=VALUE, without blanks around the ="),
+        ("train.lr:0.1", "did you mean 'train.lr=0.1'?"),
+        ("train.lr: 0.1", "did you mean 'train.lr=VALUE'?"),
+        ("model==luna", "did you mean 'model=luna'?"),
+        ("model=luna,", "did you mean 'model=luna'?"),
+        ("model=luna:tie_kv=true", "did you mean 'model=luna model.tie_kv=true'?"),
+        ("model=luna,softmax", "expected one value; several make a sweep, with -m"),
+        ("--model luna", "--model: a setting has no dashes; did you mean 'model=luna'?"),
+        ("--lr=0.1", "did you mean 'train.lr=0.1'?"),
+        ("--batch-size 32", "did you mean 'train.batch_size=32'?"),
+        ("-task=listops", "did you mean 'task=listops'?"),
+        ("-m seed=0,1,2 shape.num_heads=5", "all 3 jobs: shape.num_heads=5 does not divide"),
+        ("-m seed=0,1,2 model=luna,softmx", "model=softmx: not a choice; did you mean 'softmax'?"),
+        ("-m lr=1 seed=0,1,2", "lr=1: unknown key; did you mean 'train.lr'?"),
+    ],
+)
+def test_a_slip_is_answered_once_with_what_was_meant(
+    words: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    code, _, err = in_process(words.split(), monkeypatch, capsys)
+    assert code == 2 and err.count("\n") == 1 and err.startswith("error: ")
+    assert expected in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_setting_that_is_written_well_enough_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["task=text ", "train.lr= 0.5", "--cfg", "job"]
+    code, out, _ = in_process(words, monkeypatch, capsys)
+    assert code == 0 and "lr: 0.5" in out and "lra.tasks.text.Text" in out
+
+
+def in_process(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """What run.py would leave and print, for words that end before any work."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    from lra import cli
+
+    for remembered in (cli.exit_codes, cli.sweep_dirs, cli.sweep_sizes, cli.told):
+        remembered.clear()
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *words])
+    with patch.dict(os.environ), pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
+    GlobalHydra.instance().clear()
+    captured = capsys.readouterr()
+    return int(left.value.code or 0), captured.out, captured.err
+
+
+def test_a_python_without_the_packages_is_told_where_they_are(tmp_path: Path) -> None:
+    """Programs and scripts alike, in one line; -S leaves out what is installed."""
+    for name in ("run.py", *(f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py"))):
+        done = subprocess.run(
+            [sys.executable, "-S", str(ROOT / name), "--help"], cwd=tmp_path,
+            env={"PATH": os.environ["PATH"]}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, (name, done.stderr)
+        for text in (sys.executable, "has no hydra and no numpy and no torch", str(ROOT)):
+            assert text in done.stderr, name
 
 
 @pytest.mark.skipif(shutil.which("srun") is not None, reason="this machine has Slurm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     args = [sys.executable, str(ROOT / "scripts" / "compare.py"), *words]
-    return subprocess.run(args, capture_output=True, text=True)
+    return subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_mean_and_sample_deviation() -> None:
@@ -142,6 +143,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         (["luna", "softmax"], "expected two models and task=NAME"),
         (["luna", "softmax", "task=listop"], "did you mean 'listops'?"),
         (["luna", "softmax", "task=listops", "seed=1"], "expected two models"),
+        (["luna", "softmx"], "softmx: not a model; did you mean 'softmax'?"),
+        (["luna", "softmax", "task=listops", "recipe=LRA"], "did you mean 'lra'?"),
+        (["luna", "luna", "task=listops"], "both sides are the same runs"),
     ],
 )
 def test_wrong_words_are_explained(words: list[str], message: str) -> None:
@@ -154,3 +158,49 @@ def test_reduced_runs_are_said_to_be_so(tmp_path: Path) -> None:
         save(make_record(model=model, budget="reduced"), tmp_path)
     done = command("luna", "softmax", "task=listops", f"--results={tmp_path}")
     assert done.returncode == 0 and "note: luna: reduced budget" in done.stdout
+    assert "no kind of run in common" not in done.stdout
+
+
+def test_the_best_kind_that_both_have_is_taken_and_the_rest_named(tmp_path: Path) -> None:
+    reduced = {"budget": "reduced", "overrides": {"train.num_steps": 100}}
+    save(make_record(model="softmax", accuracy=0.30, **reduced), tmp_path)
+    save(make_record(accuracy=0.35, **reduced), tmp_path)
+    save(make_record(accuracy=0.40), tmp_path)
+    save(make_record(seed=1, status="diverged"), tmp_path)
+    words = ["luna", "softmax", "task=listops", f"--results={tmp_path}"]
+    done = command(*words)
+    assert done.returncode == 0 and "+5.00 points" in done.stdout, done.stderr
+    assert "reduced budget, the only setting" in done.stdout
+    assert "note: it is the best kind of run that both models have" in done.stdout
+    assert re.search("left out +luna: diverged: 1; full budget: 1$", done.stdout, re.MULTILINE)
+    save(make_record(model="softmax", seed=7, accuracy=0.33), tmp_path)
+    done = command(*words)
+    assert done.returncode == 2 and "no common seed: [0] and [7]" in done.stderr
+    for path in tmp_path.glob("runs/*/*/*.json"):
+        path.unlink()
+    save(make_record(accuracy=0.40), tmp_path)
+    save(make_record(model="softmax", accuracy=0.30, **reduced), tmp_path)
+    done = command(*words)
+    assert "no kind of run in common" in done.stdout and "note: softmax: reduced" in done.stdout
+
+
+def test_two_seeds_are_said_to_tell_next_to_nothing(tmp_path: Path) -> None:
+    write_pair(tmp_path, 0.20, seeds=2)
+    save(make_record(seed=4), tmp_path)
+    done = command("luna", "softmax", "task=listops", f"--results={tmp_path}")
+    assert "only two common seeds: they tell next to nothing" in done.stdout
+    assert "luna: no such seed of the other model: 4" in done.stdout
+
+
+def test_the_recipes_own_setting_is_taken_from_the_records_of_the_project() -> None:
+    done = command("luna", "transformer", "task=listops", f"--results={ROOT / 'results'}")
+    assert done.returncode == 0, done.stderr
+    assert "luna: listops-luna-seed0-77385b73" in done.stdout
+    assert "softmax: listops-softmax-seed0-4639468c" in done.stdout
+    assert "the recipe's own setting (recipe=nystromformer projection_length=16)" in done.stdout
+    assert "another setting (recipe=nystromformer projection_length=128): 1" in done.stdout
+
+
+def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
+    done = command("luna", "softmax", "task=listops", f"--results={tmp_path}")
+    assert done.returncode == 2 and f"{tmp_path}/runs: no records" in done.stderr

@@ -7,7 +7,16 @@ from typing import Literal
 
 import pytest
 
-from lra.config import HardwareConfig, TrainConfig, config_hash, fill, flatten
+from lra.cli import CONFIGS, GROUPS, compose_config
+from lra.config import (
+    SYNONYMS,
+    HardwareConfig,
+    TrainConfig,
+    config_hash,
+    fill,
+    flatten,
+    nearest_key,
+)
 
 TRAIN = {"num_steps": 10, "batch_size": 4, "lr": 1e-3, "warmup_steps": 2, "eval_every": 5}
 
@@ -104,3 +113,32 @@ def test_hash_ignores_seed_place_and_machine_but_nothing_else() -> None:
 
 def test_flatten() -> None:
     assert flatten({"a": {"b": 1, "c": {"d": 2}}, "e": [3]}) == {"a.b": 1, "a.c.d": 2, "e": [3]}
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        ("lr", "train.lr"),  # the last part of a key
+        ("model.num_heads", "shape.num_heads"),  # it before letters in common, num_packed_heads
+        ("shape.layers", "shape.num_layers"),
+        ("train.step", "train.num_steps"),
+        ("learning_rate", "train.lr"),  # initials
+        ("dropout_rate", "shape.dropout"),
+        ("trian.batch_sise", "train.batch_size"),
+        ("batch", "train.batch_size"),  # fewer words more than micro_batch_size
+        ("epochs", "train.num_steps"),
+        ("colour", None),
+    ],
+)
+def test_the_nearest_key_of_all_sections(typed: str, meant: str | None) -> None:
+    known = ["train.num_steps", "train.batch_size", "train.lr", "model.num_packed_heads",
+             "shape.num_heads", "shape.tie_layers", "shape.num_layers", "shape.attention_dropout",
+             "shape.dropout", "hardware.micro_batch_size", "seed"]  # fmt: skip
+    assert nearest_key(typed, known) == meant
+    assert nearest_key("trian.lrr", known, 2) is None  # letters alone are not enough there
+
+
+def test_other_names_stand_for_keys_and_choices_that_there_are() -> None:
+    choices = {path.stem for path in CONFIGS.glob("*/*.yaml")}
+    keys = {key.rpartition(".")[2] for key in flatten(compose_config([]))}
+    assert {*SYNONYMS.values()} <= choices | keys | set(GROUPS)

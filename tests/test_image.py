@@ -462,10 +462,36 @@ def test_nothing_found_names_every_place_and_the_remedy(tmp_path: Path) -> None:
         assert part in str(caught.value)
 
 
+def test_a_folder_without_some_training_batches_is_read_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batches = write_batches(tmp_path / INNER)
+    whole = prepare(Image(data_dir=tmp_path), tmp_path / "cache")
+    for number in (2, 4):
+        (tmp_path / INNER / f"data_batch_{number}").unlink()
+    part = prepare(Image(data_dir=tmp_path), tmp_path / "cache")
+    assert (len(part.train), len(part.val), len(part.test)) == (54, 6, 20)
+    assert part.fingerprint != whole.fingerprint and "lacks" not in whole.meta["source"]
+    expected = [
+        row
+        for number in (1, 3, 5)
+        for row in read_batch(python2_pickle(*batches[f"data_batch_{number}"]), "here")
+    ]
+    assert rows(Image(data_dir=tmp_path)) + rows(Image(data_dir=tmp_path), "val") == expected
+    said = f"{tmp_path / INNER}, which lacks data_batch_2, data_batch_4"
+    assert (
+        part.meta["source"] == said and f"preparing image from {said}\n" in capsys.readouterr().err
+    )
+
+
 FAULTS = {
-    "a batch is missing": (
-        lambda d: (d / INNER / "data_batch_3").unlink(),
-        [INNER, "no data_batch_3", "test_batch"],
+    "the test batch is missing": (
+        lambda d: (d / INNER / "test_batch").unlink(),
+        [INNER, "no test_batch", "expected test_batch and at least one of data_batch_1"],
+    ),
+    "all training batches are missing": (
+        lambda d: [file.unlink() for file in (d / INNER).glob("data_batch_*")],
+        [INNER, "no data_batch_1 and no data_batch_2", "at least one of data_batch_1"],
     ),
     "a batch is missing in the archive": (
         lambda d: ((d / INNER / "test_batch").unlink(),

@@ -154,6 +154,9 @@ def test_list_show_and_diff(tmp_path: Path) -> None:
     assert "half-written.json" in done.stdout
     done = command(tmp_path, "list", "task=listops", "seed=6")
     assert re.search(r" 97\.00  \S+  num_steps=500$", done.stdout, re.MULTILINE)
+    assert f"1 records in {tmp_path}/runs" in done.stdout.splitlines()
+    elsewhere = command(tmp_path / "nowhere", "list").stdout
+    assert elsewhere.startswith(f"0 records in {tmp_path}/nowhere/runs, which is not there")
     assert command(tmp_path, "list", "tsk=text").returncode == 2
 
     done = command(tmp_path, "show", "listops-fastformer-seed1")

@@ -139,6 +139,16 @@ def test_a_refused_job_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert "1 refused" in out and len(found(tmp_path, "luna")) == 1
 
 
+def test_one_refusal_of_several_jobs_is_told_once(tmp_path: Path) -> None:
+    code, out, err = sweep(tmp_path, "shape.num_heads=5,2", "seed=0,1,2", "shape.d_model=16")
+    message = "shape.num_heads=5 does not divide shape.d_model=16"
+    assert code == 2 and err.count(message) == 1
+    assert err.startswith(f"warning: 3 of 6 jobs (1, 2, 3) will be refused: {message}")
+    assert out.count(message) == 1
+    assert re.search("^2 +refused +as job 1$", out, re.MULTILINE)
+    assert "6 jobs: 3 refused" in out and len(found(tmp_path, "luna")) == 3
+
+
 def test_a_key_of_one_model_only_is_named_as_that(tmp_path: Path) -> None:
     code, _, err = sweep(tmp_path, "model=softmax,luna", "model.projection_length=16")
     assert code == 2 and "Traceback" not in err

@@ -44,6 +44,7 @@ Grey = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 class Image(CorpusTask):
     """CIFAR-10 in grey, from its batches (folder or archive), Parquet or Arrow files, or the hub.
 
+    A folder may lack training batches; the record of a run on fewer pictures says `partial`.
     `grey` is the formula, see `GREY`. `split=lra` validates on the last `val_fraction` of the
     training pictures in the order of the source: that of the batches, while the benchmark's library
     stored them in another. `split=stratified` takes a part of each class, chosen by hashes of
@@ -96,6 +97,14 @@ class Image(CorpusTask):
         """How the pictures differ from the benchmark's."""
         return [] if self.grey == "tf" else [f"task.grey={self.grey} (benchmark: tf)"]
 
+    def describe_source(self) -> str:
+        """The source in words, for people; with the batches that a folder lacks."""
+        text = super().describe_source()
+        if self.source in ("hub", "synthetic") or self.place.form != "folder":
+            return text
+        missing = ", ".join(_missing(self.place.path))
+        return f"{text}, which lacks {missing}" if missing else text
+
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content."""
         if self.source == "synthetic":
@@ -144,11 +153,12 @@ class Image(CorpusTask):
         return any((folder / name).is_file() for name in FILES)
 
     def _files_in(self, folder: Path) -> list[Path]:
-        files = [folder / name for name in FILES]
-        if missing := [file.name for file in files if not file.is_file()]:
+        files = [folder / name for name in FILES if (folder / name).is_file()]
+        names = [file.name for file in files]
+        if "test_batch" not in names or len(names) < 2:
             raise ValueError(
-                f"task 'image': {folder} has no {' and no '.join(missing)}; expected all of "
-                f"{', '.join(FILES)}"
+                f"task 'image': {folder} has no {' and no '.join(_missing(folder))}; expected "
+                f"test_batch and at least one of {', '.join(TRAIN_FILES)}"
             )
         return files
 
@@ -175,8 +185,13 @@ class Image(CorpusTask):
         return [read_picture(where, png, label, to_grey) for where, (png, label) in rows]
 
 
+def _missing(folder: Path) -> list[str]:
+    """Names of the batches that a folder lacks."""
+    return [name for name in FILES if not (folder / name).is_file()]
+
+
 def _join(batches: dict[str, list[Row]]) -> dict[str, list[Row]]:
-    train = [row for name in TRAIN_FILES for row in batches[name]]
+    train = [row for name in TRAIN_FILES for row in batches.get(name, ())]
     return {"train": train, "test": batches["test_batch"]}
 
 

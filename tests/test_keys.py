@@ -1,0 +1,53 @@
+"""scripts/keys.py: every key of every choice has its meaning there, and is found by its names."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from lra.cli import CONFIGS, GROUPS, compose_config
+from lra.config import flatten
+from scripts.keys import all_keys, select, show
+
+CHOICES = [
+    f"{group}={path.stem}" for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_key_has_a_meaning_and_the_default_of_the_choice(choice: str) -> None:
+    found = {key.name: key for key in all_keys([choice])}
+    composed = flatten(compose_config([choice]))
+    composed = {k: v for k, v in composed.items() if not k.endswith("_target_") and k != "recipe"}
+    assert found.keys() == {*composed, *GROUPS}
+    for name, key in found.items():
+        assert len(key.meaning) > 5 and key.kind, name
+        assert name in GROUPS or key.default == composed[name], name
+    group, _, chosen = choice.partition("=")
+    assert found[group].default == chosen and f"{chosen}: " in found[group].meaning
+
+
+def test_words_choose_keys() -> None:
+    keys = all_keys([])
+    assert [k.name for k in select(keys, ["lr"])] == ["train.lr"]
+    assert [k.name for k in select(keys, ["train.lr", "lr", "seed"])] == ["train.lr", "seed"]
+    assert {k.name.partition(".")[0] for k in select(keys, ["shape"])} == {"shape"}
+    assert select(keys, []) == keys
+    with pytest.raises(ValueError, match="shape.layers: .*did you mean 'shape.num_layers'"):
+        select(keys, ["shape.layers"])
+
+
+def test_what_is_shown() -> None:
+    (key,) = select(all_keys(["recipe=lra"]), ["train.schedule"])
+    first, *meaning, kind = show([key]).splitlines()
+    assert first == "train.schedule=rsqrt" and "lra/optim.py" in meaning[0]
+    assert kind.strip() == "(constant | one_cycle | inverse_sqrt | rsqrt | cosine)"
+
+
+def test_a_comment_serves_the_keys_that_go_on_with_its_stem() -> None:
+    keys = {key.name: key.meaning for key in all_keys(["task=text"])}
+    stems = [keys[f"task.limit_{split}"] for split in ("train", "val", "test")]
+    assert stems == ["use a class-balanced part of a split only"] * 3
+    others = [m for a, b in itertools.combinations(keys, 2) if (m := keys[a]) == keys[b]]
+    assert {keys["task.num_train"], *stems, keys["hardware.device"]} >= set(others)
