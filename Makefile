@@ -1,7 +1,11 @@
 # `make help` lists the targets. `make run` and `make test` need Python 3.11 or newer and nothing else.
+# What a run and its tables need is installed first, the rest when a target asks for it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CORE := $(VENV)/.core
+EVERYTHING := $(VENV)/.everything
+PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
 EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,bench
 TASK ?= listops
 HARDWARE ?= cpu
@@ -12,45 +16,65 @@ HARDWARE ?= cpu
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(VENV)/.installed  ## make .venv and install everything into it
+setup: $(EVERYTHING)  ## make .venv and install everything into it: tests, loggers, launchers
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+$(CORE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
+	@echo "installing what a run and its tables need into $(VENV): some 30 packages, 1.2 GB with"
+	@echo "PyTorch for the CPU; where pip takes PyTorch with CUDA, several GB (README, Start)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	touch $@
+	$(PIP_INSTALL) '.[tables]'
+	@touch $@
 
-run: setup  ## the main job: Luna on ListOps with a short budget, ending in a table
+$(EVERYTHING): $(CORE)
+	@echo "installing tests, loggers, launchers and readers: some 75 more packages, 0.7 GB"
+	$(PIP_INSTALL) '.[$(EXTRAS)]'
+	@touch $@
+
+run: $(CORE)  ## the main job: Luna on ListOps with a short budget, ending in a table
 	$(BIN)/python run.py model=luna task=listops experiment=quickstart
 	$(BIN)/python scripts/make_tables.py
+	@echo
+	@echo "That was the whole way: data, training, test, a record of the run, tables."
+	@echo "Where to look:  results/report.html, in a browser: tables, learning curves, every run"
+	@echo "                outputs/: the folder of the run, with its log and its weights"
+	@echo "What to type next, after  source $(VENV)/bin/activate"
+	@echo "  python scripts/use_model.py $$(dirname $$(ls -t outputs/*/config.yaml | head -1))"
+	@echo "                ask the model that you have trained about test examples"
+	@echo "  python run.py model=softmax task=listops experiment=quickstart"
+	@echo "                another model, the same way"
+	@echo "  python run.py model=luna task=listops"
+	@echo "                the first real entry: all 5,000 steps, some 25 minutes on two cores"
 
-test: setup  ## the fast tests
+test: $(EVERYTHING)  ## the fast tests
+	@echo "the fast tests: some 15 minutes on two cores; a line for each file, and at the end why"
+	@echo "tests were skipped. Those that take minutes each are left out: make test-slow"
 	$(BIN)/python -m pytest
 
-test-slow: setup  ## the tests that take minutes
+test-slow: $(EVERYTHING)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
 
-lint: setup  ## formatting, style and types
+lint: $(EVERYTHING)  ## formatting, style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-data: setup  ## fetch the public sources and build the caches of all tasks
+data: $(EVERYTHING)  ## fetch the public sources and build the caches of all tasks
 	bash scripts/get_data.sh data all || echo "not everything could be fetched; see above" >&2
 	$(BIN)/python scripts/prepare_data.py task=all
 
-tables: setup  ## records -> leaderboard, paper tables, figures, report page
+tables: $(CORE)  ## records -> leaderboard, paper tables, figures, report page
 	$(BIN)/python scripts/make_tables.py
 
-tables-check: setup  ## fail if a table, figure or page is not what the records say
+tables-check: $(CORE)  ## fail if a table, figure or page is not what the records say
 	$(BIN)/python scripts/make_tables.py --check
 
-sweep: setup  ## all models, three seeds, resumable; TASK=listops HARDWARE=cpu unless given
+sweep: $(CORE)  ## all models, three seeds, resumable; TASK=listops HARDWARE=cpu unless given
 	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=$(TASK) \
 		hardware=$(HARDWARE) seed=0,1,2
 
-bench: setup  ## speed and memory by length, all models, into results/benchmarks/
+bench: $(CORE)  ## speed and memory by length, all models, into results/benchmarks/
 	$(BIN)/python scripts/benchmark.py
 
-bench-check: setup  ## fail if a model has lost speed against others of the same call
+bench-check: $(CORE)  ## fail if a model has lost speed against others of the same call
 	$(BIN)/python scripts/benchmark.py --check

@@ -1,5 +1,24 @@
-"""The harness; its parts are listed in README."""
+"""Long Range Arena in PyTorch. `lra.load("outputs/RUN_ID")` is a trained model, ready for use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lra.script import check_packages
 
 check_packages()  # before any import that would fail for want of one
+
+if TYPE_CHECKING:
+    from lra.trained import TrainedModel
+
+
+def load(run: str | Path, device: str = "cpu") -> TrainedModel:
+    """The model of a run's folder with its selected weights, and the task it was trained on.
+
+    Raises:
+        ValueError: no such run, no weights in it, or they do not fit its config.
+    """
+    from lra.trained import TrainedModel  # brings torch
+
+    return TrainedModel(Path(run), device)

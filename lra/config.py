@@ -94,6 +94,9 @@ class SlurmConfig:
 
     partition: str | None  # None: the cluster's default
     account: str | None  # whom the time is charged to; None: your default
+    qos: str | None  # quality of service; None: the cluster's default
+    constraint: str | None  # features that the nodes must have, e.g. a100
+    setup: tuple[str, ...]  # shell lines of the job before it starts
     timeout_min: int  # minutes of a job; a run may take several turns
     nodes: int  # machines of a run
     cpus_per_task: int  # cores for each device

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -80,6 +80,25 @@ class TokenArrays:
             )
         self.starts_NS = offsets[:-1].reshape(-1, num_sequences)
         self.lengths_NS = np.diff(offsets).reshape(-1, num_sequences)
+
+    @classmethod
+    def of(
+        cls, examples: Sequence[Sequence[np.ndarray | bytes]], num_sequences: int, max_length: int
+    ) -> TokenArrays:
+        """Examples in memory, as raw values, cut to `max_length`; all labels are 0."""
+        arrays = cls.__new__(cls)
+        arrays.num_sequences, arrays.max_length = num_sequences, max_length
+        sequences = [
+            np.frombuffer(values, np.uint8) if isinstance(values, bytes) else values
+            for example in examples
+            for values in (part[:max_length] for part in example)
+        ]
+        arrays.tokens = np.concatenate([np.zeros(0, np.uint8), *sequences])
+        offsets = np.cumsum([0, *map(len, sequences)])
+        arrays.starts_NS = offsets[:-1].reshape(-1, num_sequences)
+        arrays.lengths_NS = np.diff(offsets).reshape(-1, num_sequences)
+        arrays.labels = np.zeros(len(examples), np.int64)
+        return arrays
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -33,18 +33,18 @@ def evaluate(
     *,
     batch_size: int,
     pad_to: int | None = None,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[int], None] = lambda done: None,
 ) -> Metrics:
     """Evaluate without dropout; the model's mode and all random states are left as they were.
 
-    `check` is called between batches and may raise to stop early.
+    `check` is called between batches with the examples done so far, and may raise to stop early.
     """
     was_training = model.training
     model.eval()
     losses, hits, order = [], [], eval_batches(split.lengths, batch_size)
     try:
-        for indices in order[distributed.rank() :: distributed.world_size()]:
-            check()
+        for i, indices in enumerate(order[distributed.rank() :: distributed.world_size()]):
+            check(min(i * distributed.world_size() * batch_size, len(split)))
             batch = split.batch(indices, pad_to).to(hardware.device)
             with hardware.autocast():
                 logits_BC = model(batch.tokens_BSL, batch.lengths_BS)

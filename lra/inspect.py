@@ -29,6 +29,10 @@ FITTED = (512, 768, 1024)  # long enough to use all landmarks or memory slots of
 CHECKED = 2048
 SCALES = (1, 2, 4)  # of both, tried in turn
 TOLERANCE = 0.01  # of the check
+# Float32 peaks by the makers' data sheets, in FLOP/s; recipes train in float32.
+CARDS = {"A100": 19.5e12, "H100 SXM": 67e12, "RTX 4090": 82.6e12, "RTX 3060": 12.7e12}
+UTILISATION = (0.4, 0.1)  # of the peak, at best and at worst; assumed, as are the next
+STEP_S = (0.005, 0.02)  # that launching a step's kernels takes, however small the model
 _TITLES = {"ffn": "feed-forward", "norm": "final norm", "attention_pool": "pooling"}
 
 
@@ -270,6 +274,36 @@ def run_cost(found: Costs, train: TrainConfig, max_length: int, num_sequences: i
         f"({train.num_steps:,} steps of {train.batch_size}); {evaluations}: "
         f"{_flops(1000 * num_evaluations * cost.flops)} for each 1,000 validation examples"
     ]
+
+
+def run_hours(found: Costs, train: TrainConfig, max_length: int, num_val: int | None) -> list[str]:
+    """Hours of a whole run by card, from best to worst, estimated from its operations.
+
+    `num_val` validation examples are evaluated each time; left out if it is None.
+    """
+    cost = found.by_length.get(max_length)
+    if cost is None:
+        return []
+    num_evaluations = -(-train.num_steps // train.eval_every)
+    passes = 3 * train.num_steps * train.batch_size + num_evaluations * (num_val or 0)
+    ranges = []
+    for card, peak in CARDS.items():
+        best, worst = (
+            max(passes * cost.flops / (peak * share), train.num_steps * step_s) / 3600
+            for share, step_s in zip(UTILISATION, STEP_S, strict=True)
+        )
+        ranges.append(f"{card} {_hours(best)} to {_hours(worst)}")
+    low, high = (f"{100 * share:.0f}" for share in reversed(UTILISATION))
+    what = "training" if num_val is None else f"training, and {num_val:,} validation examples each"
+    return [
+        f"hours of it ({what}), an estimate for one card at {low} to {high} % of its float32 peak "
+        f"and {1000 * STEP_S[0]:.0f} to {1000 * STEP_S[1]:.0f} ms a step at least: "
+        f"{', '.join(ranges)}"
+    ]
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}" if hours >= 0.1 else f"{hours:.2f}"
 
 
 def _flops(count: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,57 @@ if TYPE_CHECKING:
     from lra.trainer import State
 
 PLAIN_LINE_EVERY_S = 15.0
+
+
+class Pace:
+    """When another plain line is due: after seconds at first, in the end every 15."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether to print one now."""
+        now = time.monotonic()
+        if now - self.last < min(PLAIN_LINE_EVERY_S, max(1.0, (now - self.started) / 2)):
+            return False
+        self.last = now
+        return True
+
+
+@contextlib.contextmanager
+def counting(
+    what: str,
+    total: int | None,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    *,
+    unit: str = "examples",
+    pace: Pace | None = None,
+    quiet: bool = False,
+    leave: bool = True,
+) -> Iterator[Callable[[int], None]]:
+    """Show how far some work is: the caller says how many are done, as often as it likes.
+
+    On a terminal a bar, which stays there if `leave`; elsewhere a plain line when one is due.
+    """
+    from tqdm import tqdm
+
+    pace = pace or Pace()
+    with tqdm(
+        desc=what,
+        total=total,
+        unit=f" {unit}",
+        disable=quiet or not sys.stderr.isatty(),
+        dynamic_ncols=True,
+        leave=leave,
+    ) as bar:
+
+        def show(done: int) -> None:
+            if not bar.disable:
+                bar.update(done - bar.n)
+            elif done and not quiet and pace.is_due():
+                say(f"{what}: {done:,} {f'of {total:,} ' if total else ''}{unit}")
+
+        yield show
 
 
 class Progress:
@@ -27,6 +78,7 @@ class Progress:
         self.log = log
         self.quiet = quiet
         self._bar: Any = None
+        self._pace = Pace()
 
     def say(self, text: str) -> None:
         """One message, above the bar if there is one."""
@@ -54,7 +106,7 @@ class Progress:
         from tqdm import tqdm
 
         self._num_steps, self._start = num_steps, start
-        self._started = self._last_line = time.monotonic()
+        self._pace = Pace()
         with tqdm(
             total=num_steps,
             initial=start,
@@ -65,31 +117,33 @@ class Progress:
             yield self
         self._bar = None
 
+    def counting(
+        self, what: str, total: int
+    ) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """Show how many examples of a split are done; the bar is gone afterwards."""
+        return counting(what, total, self.say, pace=self._pace, quiet=self.quiet, leave=False)
+
+    def advance(self, step: int) -> None:
+        """Move the bar without waiting for the device."""
+        self._bar.update(step - self._bar.n)
+
     def update(self, rows: list[dict[str, Any]], state: State) -> None:
         """Show the mean loss and accuracy of some steps, tokens per second and the time left."""
         loss = sum(r["loss"] for r in rows) / len(rows)
         accuracy = sum(r["accuracy"] for r in rows) / len(rows)
-        speed = state.timed_tokens / state.train_time_s if state.train_time_s else 0.0
-        shown = {
-            "loss": f"{loss:.3f}",
-            "accuracy": f"{100 * accuracy:.1f}%",
-            "tokens/s": f"{speed:,.0f}",
-        }
+        shown = {"loss": f"{loss:.3f}", "accuracy": f"{100 * accuracy:.1f}%"}
+        if state.train_time_s:  # the first steps are slower than the others
+            shown["tokens/s"] = f"{state.timed_tokens / state.train_time_s:,.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(state.step - self._bar.n)
-        now = time.monotonic()
-        if self._bar.disable and (
-            now - self._last_line > PLAIN_LINE_EVERY_S or state.step == self._num_steps
-        ):
-            self._last_line = now
-            left = (
-                (now - self._started) / (state.step - self._start) * (self._num_steps - state.step)
-            )
-            self.say(
-                f"step {state.step:>6}/{self._num_steps}  "
-                + "  ".join(f"{k} {v}" for k, v in shown.items())
-                + f"  {duration(left)} left"
-            )
+        if self._bar.disable and (self._pace.is_due() or state.step == self._num_steps):
+            line = f"step {state.step:>6}/{self._num_steps}  "
+            line += "  ".join(f"{k} {v}" for k, v in shown.items())
+            if state.train_time_s:
+                seconds = time.monotonic() - self._pace.started
+                steps, steps_left = state.step - self._start, self._num_steps - state.step
+                line += f"  {duration(seconds / steps * steps_left)} left"
+            self.say(line)
 
 
 def percent(value: float | None) -> str:

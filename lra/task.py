@@ -24,6 +24,7 @@ import numpy as np
 
 from lra.data import ARRAYS, SplitWriter, TokenArrays, file_sha256
 from lra.files import check_writable, is_refused, write_atomically
+from lra.progress import counting
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
@@ -49,6 +50,7 @@ class Task(ABC):
     num_values: ClassVar[int]  # raw values are 0 .. num_values - 1
     num_sequences: ClassVar[int] = 1
     official_sizes: ClassVar[dict[str, int]] = {}  # examples per split of the benchmark itself
+    class_names: ClassVar[tuple[str, ...]] = ()  # none: a class is called by its number
     picture_size: ClassVar[tuple[int, int] | None] = None  # height and width, if values are pixels
 
     data_dir: Path
@@ -117,6 +119,33 @@ class Task(ABC):
         """What each raw value stands for, as one hash; stored with checkpoints."""
         words = [self.decode(np.array([value], np.uint16)) for value in range(self.num_values)]
         return hashlib.sha256("\n".join(words).encode(errors="surrogateescape")).hexdigest()
+
+    def encode(self, given: Any) -> np.ndarray | bytes:
+        """Raw values of one sequence from what a person has, whole: here numbers, or a picture's.
+
+        A task whose raw values are no numbers to a person overrides this.
+
+        Raises:
+            ValueError: not of this form, or a value is out of range; says which and where.
+        """
+        values = np.frombuffer(given, np.uint8) if isinstance(given, bytes) else np.asarray(given)
+        if values.shape == self.picture_size:
+            values = values.ravel()
+        if values.ndim != 1 or values.dtype.kind not in "iu":
+            shape = f" of shape {values.shape}" if values.ndim else ""
+            size = " or {} x {}".format(*self.picture_size) if self.picture_size else ""
+            raise ValueError(
+                f"{type(given).__name__}{shape} ({values.dtype}), expected an array of whole "
+                f"numbers, 0 to {self.num_values - 1}, of one dimension{size} (a list is several "
+                "inputs)"
+            )
+        outside = np.flatnonzero((values < 0) | (values >= self.num_values))
+        if len(outside):
+            raise ValueError(
+                f"value {values[outside[0]]} at place {outside[0]}, expected 0 to "
+                f"{self.num_values - 1}"
+            )
+        return values.astype(np.uint16)
 
     @abstractmethod
     def decode(self, values: np.ndarray) -> str:
@@ -290,8 +319,6 @@ def verify(dataset: Dataset) -> None:
 
 
 def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None:
-    from tqdm import tqdm
-
     temporary = folder.with_name(f".{folder.name}.building")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed builder; the lock is ours now
     task.num_workers = num_workers
@@ -318,15 +345,11 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 task.num_classes,
                 task.max_length,
             )
-            bar = tqdm(
-                task.examples(split),
-                desc=f"  {split}",
-                unit=" examples",
-                total=task.official_sizes.get(split) if task.kind != "synthetic" else None,
-                disable=not sys.stderr.isatty(),
-            )
-            for sequences, label in bar:
-                writer.add(sequences, label)
+            total = task.official_sizes.get(split) if task.kind != "synthetic" else None
+            with counting(f"  {split}", total) as show:
+                for number, (sequences, label) in enumerate(task.examples(split), start=1):
+                    writer.add(sequences, label)
+                    show(number)
             report = writer.close()
             if not report["num_examples"]:
                 raise ValueError(

@@ -144,15 +144,20 @@ def train(
             log(rows)
 
     def evaluate_on(split: TokenArrays) -> Metrics:
-        # Several processes must stay together, so only a single one may stop between batches.
-        check = stop.check if is_alone else lambda: None
+        name = "test" if split is data.test else "validation"
         network = forward if is_alone else model
-        metrics = evaluate(
-            network, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=check
-        )
+        with progress.counting(name, len(split)) as show:
+
+            def between(num_examples: int) -> None:
+                show(num_examples)
+                if is_alone:  # several processes must stay together
+                    stop.check()
+
+            metrics = evaluate(
+                network, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=between
+            )
         # The last step may break the weights, and no training loss after it would show that.
         if not math.isfinite(metrics.loss):
-            name = "test" if split is data.test else "validation"
             raise Diverged(f"step {state.step}: the {name} loss is {metrics.loss}; {REMEDY}")
         return metrics
 
@@ -249,6 +254,10 @@ def train(
                 stop.requested = stop.requested or f"train.time_limit={cfg.time_limit:g} s"
             reading = state.step % cfg.log_every == 0 or evaluating or saving
             if not reading and not (is_alone and stop.requested):
+                if state.step <= timed_from:  # waited for in any case
+                    bar.update(as_rows(recent[-1:]), state)
+                else:
+                    bar.advance(state.step)
                 continue
             rows = read_back(recent, state)
             recent.clear()
@@ -402,11 +411,17 @@ class _Batches(torch.utils.data.Dataset):
 
 
 def read_back(recent: list[Step], state: State) -> list[dict[str, Any]]:
-    """The last steps as rows for metrics.jsonl; waits once for the device and other processes."""
+    """The last steps as rows for metrics.jsonl, their losses added to those since an evaluation."""
+    rows = as_rows(recent)
+    state.loss_sum += sum(row["loss"] for row in rows)
+    state.loss_count += len(rows)
+    return rows
+
+
+def as_rows(recent: list[Step]) -> list[dict[str, Any]]:
+    """Steps as rows for metrics.jsonl; waits once for the device and other processes."""
     losses = distributed.all_sum(torch.stack([s.loss for s in recent])).tolist()
     hits = distributed.all_sum(torch.stack([s.hits for s in recent])).tolist()
-    state.loss_sum += sum(losses)
-    state.loss_count += len(losses)
     return [
         {"split": "train", "step": s.step, "loss": loss, "accuracy": hit / s.size, "lr": s.lr}
         for s, loss, hit in zip(recent, losses, hits, strict=True)

@@ -20,8 +20,6 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
         ValueError: no such run or weights, an override that the checkpoint decides, or data with
             another vocabulary.
     """
-    import yaml
-
     from lra.evaluate import evaluate
     from lra.hardware import Hardware
 
@@ -37,12 +35,7 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
                 f"{override}: with checkpoint={config.checkpoint} the run's own config decides; "
                 "only paths, hardware, task.source and task.path can be given"
             )
-    try:
-        stored = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"checkpoint={source}: no run with a readable config.yaml ({error})"
-        ) from None
+    stored = stored_config(run_dir, f"checkpoint={source}")
     place = {k: v for k, v in config.task.items() if k in ("source", "path")
              and any(o.lstrip("+").startswith(f"task.{k}=") for o in overrides)}  # fmt: skip
     config = dataclasses.replace(
@@ -52,7 +45,7 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
     task = make_task(config)
     hardware = Hardware(config.hardware)
     model = make_model(config, task)
-    path = selected_file(source, vocabulary=task.vocabulary_hash())
+    path = selected_path(source, vocabulary=task.vocabulary_hash())
     model.load_state_dict(selected_weights(path, model))
     model.to(hardware.device)
     data = prepare(task, config.paths.cache)
@@ -60,7 +53,9 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
     progress.say(f"{run_dir.name}: {task.describe_source()}\nweights of {_step_text(path)}")
     for name in ("val", "test"):
         size = config.hardware.micro_batch_size or config.train.batch_size
-        metrics = evaluate(model, getattr(data, name), hardware, batch_size=size)
+        split = getattr(data, name)
+        with progress.counting(name, len(split)) as show:
+            metrics = evaluate(model, split, hardware, batch_size=size, check=show)
         low, high = (100 * end for end in wilson(metrics.accuracy, metrics.num_examples))
         progress.say(
             f"{name:<5} accuracy {percent(100 * metrics.accuracy)} % (95 % interval {low:.1f} to "
@@ -79,7 +74,24 @@ def _step_text(path: Path) -> str:
     return f"{step}, {'the best on validation' if best else 'the last one saved'} ({path})"
 
 
-def selected_file(source: Path, vocabulary: str | None = None) -> Path:
+def stored_config(run_dir: Path, given: str) -> dict[str, Any]:
+    """The config that a run has left in its folder; `given` is what asks for it, for the message.
+
+    Raises:
+        ValueError: it is not there, or not readable.
+    """
+    import yaml
+
+    try:
+        stored: dict[str, Any] = yaml.safe_load(
+            (run_dir / "config.yaml").read_text(encoding="utf-8")
+        )
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{given}: no run with a readable config.yaml ({error})") from None
+    return stored
+
+
+def selected_path(source: Path, vocabulary: str | None = None) -> Path:
     """A checkpoint file itself, or a run folder's best (else last) one.
 
     Raises:
@@ -111,7 +123,7 @@ def selected_weights(source: Path, model: Any, vocabulary: str | None = None) ->
     """
     from lra import checkpoint
 
-    path = selected_file(source, vocabulary)
+    path = selected_path(source, vocabulary)
     weights: dict[str, Any] = checkpoint.read(path)["model"]
     own = model.state_dict()
     wrong = [k for k in own.keys() | weights.keys()

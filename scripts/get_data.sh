@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Download the public sources of the tasks that cannot be generated.
 #
-#   bash scripts/get_data.sh [DIR] [text|image|release|all]      default: data all
+#   bash scripts/get_data.sh                                       say what there is, fetch nothing
+#   bash scripts/get_data.sh DIR [text|image|release|all]          default: all
 #
 # A broken download goes on where it stopped. A file appears under its own name only when it is
 # whole; one with the wrong checksum is kept beside it as *.bad. The text and image archives are
@@ -10,7 +11,24 @@
 # LRA_TEXT_MD5, LRA_IMAGE_MD5 or LRA_RELEASE_MD5).
 set -euo pipefail
 
-dir=${1:-data}
+if [ $# -eq 0 ]; then
+  cat <<'EOF'
+Nothing is fetched without a folder. What there is:
+
+  text      84 MB  aclImdb_v1.tar.gz       IMDb reviews; read as it is
+  image    170 MB  cifar-10-python.tar.gz  CIFAR-10 pictures; read as it is
+  release    8 GB  lra_release.gz          Long Range Arena, for retrieval; 18.6 GB unpacked, and
+                                           its server often refuses to hand it out
+  all      8.3 GB  all of these
+
+ListOps and Pathfinder need no download: they are generated. To fetch into the folder data:
+
+  bash scripts/get_data.sh data text
+EOF
+  exit 0
+fi
+
+dir=$1
 what=${2:-all}
 
 text_url=${LRA_TEXT_URL:-https://ai.stanford.edu/~amaas/data/sentiment}

@@ -1,5 +1,5 @@
-"""What a model costs: parameters by part, operations by length and of a whole run, activations,
-shapes on the way.
+"""What a model costs: parameters by part, operations by length and of a whole run, hours by card,
+activations, shapes on the way.
 
 python scripts/inspect_model.py model=luna task=listops
 python scripts/inspect_model.py model=luna recipe=lra model.tie_kv=true --lengths=1000,4000
@@ -97,6 +97,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         "activations: what training keeps for the backward pass, parameters left out",
         *inspect.cost_table(found, lengths, task.num_sequences),
         *inspect.run_cost(found, config.train, task.max_length, task.num_sequences),
+        *inspect.run_hours(found, config.train, task.max_length, task.official_sizes.get("val")),
         "",
         f"shapes of {examples}, {LENGTHS[0]:,} tokens each",
         *(f"{stage.ljust(width)}  {text}" for stage, text in shapes),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,20 @@ def test_a_whole_run_is_counted_at_its_longest_input() -> None:
         f"training (5,000 steps of 32); 3 evaluations: {3 * 1000 * passes / 1e12:.3g} TFLOP for "
         "each 1,000 validation examples"
     )
+
+
+def test_hours_by_card_are_operations_over_a_share_of_the_peak() -> None:
+    train = typed(compose_config(["task=listops", "train.eval_every=2000"])).train
+    passes = whole_flops(softmax_flops(2000), 2000)
+    found = costs_of("softmax", 2000)
+    (line,) = inspect.run_hours(found, train, 2000, num_val=700)
+    work = (3 * 5000 * 32 + 3 * 700) * passes / 3600
+    assert "700 validation examples" in line and "an estimate" in line
+    assert f"A100 {work / (0.4 * 19.5e12):.2f} to {work / (0.1 * 19.5e12):.1f}, H100 SXM" in line
+    # A small model waits for its launches: 5,000 steps of 5 to 20 ms.
+    (line,) = inspect.run_hours(found, replace(train, batch_size=1), 2000, num_val=None)
+    assert f"RTX 4090 {5000 * 0.005 / 3600:.2f} to {5000 * 0.02 / 3600:.2f}" in line
+    assert not inspect.run_hours(found, train, 1999, num_val=None)
 
 
 def test_a_whole_run_shorter_than_the_formulas_hold_is_counted(tmp_path: Path) -> None:

@@ -331,6 +331,18 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
+def test_without_a_folder_nothing_is_fetched_and_the_sizes_are_said(tmp_path: Path) -> None:
+    with serve({}) as (url, asked):
+        environment = os.environ | {f"LRA_{name}_URL": url for name in ("TEXT", "IMAGE", "RELEASE")}
+        done = subprocess.run(
+            ["bash", str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+    assert done.returncode == 0 and not asked and list(tmp_path.iterdir()) == []
+    for what, size in (("text", "84 MB"), ("image", "170 MB"), ("release", "8 GB")):
+        assert f"{size}  {NAMES[what]}" in done.stdout
+    assert "bash scripts/get_data.sh data text" in done.stdout
+
+
 @pytest.mark.parametrize("what", NAMES)
 def test_a_download_comes_whole_and_once(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "new folder"

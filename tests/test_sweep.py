@@ -9,10 +9,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 
 from lra import records
+from lra.build import resolved
+from lra.cli import CONFIGS, compose_config, typed
+from lra.config import config_hash
 from lra.leaderboard import make_rows
 from lra.sweep import Outcome, has_failed, note, note_size, outcomes, position, summary
 from tests.test_cli import ROOT, TINY, start
@@ -296,3 +302,48 @@ def test_outcomes_in_a_folder(tmp_path: Path) -> None:
     text = summary(outcomes(tmp_path), 4)
     assert "50.00" in text and "3.13" in text  # as tables print 3.125
     assert "why" in text and "1 without an outcome" in text
+
+
+def test_slurm_keys_and_other_options_of_sbatch_stand_in_the_submitted_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitit = pytest.importorskip("submitit")
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    (tmp_path / "srun").touch(mode=0o755)  # submitit wants to find one
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    words = [
+        "hardware=slurm", "hardware.slurm.partition=gpu", "hardware.slurm.qos=long",
+        "hardware.slurm.constraint='a100|h100'", "hardware.num_devices=2",
+        'hardware.slurm.setup=["module load cuda/12.4","source env.sh"]',
+        "hydra.launcher.gres=gpu:a100:2", "+hydra.launcher.additional_parameters.reservation=mine",
+        f"paths.outputs={tmp_path}",
+    ]  # fmt: skip
+    slurm = typed(compose_config(words)).hardware.slurm
+    assert slurm and slurm.setup == ("module load cuda/12.4", "source env.sh")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose("config", overrides=words, return_hydra_config=True)
+    launcher = instantiate(config.hydra.launcher)
+    launcher.config = config
+    texts = []
+
+    def submit(executor: Any, *_: Any) -> list[Any]:
+        texts.append(executor._executor._make_submission_file_text("the command", "id"))
+        return []
+
+    monkeypatch.setattr(submitit.AutoExecutor, "map_array", submit)
+    launcher.launch([["seed=0"]], 0)
+    lines = texts[0].splitlines()
+    for option in ("partition=gpu", "qos=long", "constraint='a100|h100'", "gres=gpu:a100:2",
+                   "reservation=mine", "gpus-per-node=2", "ntasks-per-node=2"):  # fmt: skip
+        assert f"#SBATCH --{option}" in lines
+    first = lines.index("module load cuda/12.4")
+    assert lines[first + 1] == "source env.sh" and lines[-1].endswith("the command")
+
+
+def test_where_a_run_waits_in_the_queue_is_no_part_of_its_identity() -> None:
+    plain, slurm = (
+        resolved(typed(compose_config(words)))
+        for words in ([], ["hardware=slurm", "hardware.slurm.qos=long", "hardware.slurm.setup=[a]"])
+    )
+    assert slurm["hardware"]["slurm"]["setup"] == ["a"]
+    assert config_hash(plain) == config_hash(slurm)

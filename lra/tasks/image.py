@@ -59,6 +59,9 @@ class Image(CorpusTask):
     name: ClassVar[str] = "image"
     num_classes: ClassVar[int] = 10
     num_values: ClassVar[int] = 256
+    class_names: ClassVar[tuple[str, ...]] = (
+        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
+    )  # fmt: skip
     official_sizes: ClassVar[dict[str, int]] = {"train": 45_000, "val": 5_000, "test": 10_000}
     what: ClassVar[str] = "CIFAR-10 pictures"
     remedy: ClassVar[str] = (
@@ -135,6 +138,13 @@ class Image(CorpusTask):
             rows = [rows[i] for i in np.flatnonzero(held if split == "val" else ~held)]
         for pixels, label in rows:
             yield Example((pixels,), label)
+
+    def encode(self, given: Any) -> np.ndarray | bytes:
+        """Grey values of a picture: grey [P] or [32, 32], or in colour [32, 32, 3]."""
+        pixels = np.asarray(given)
+        if pixels.shape == (SIDE, SIDE, 3) and pixels.dtype == np.uint8:
+            pixels = GREY[self.grey](*pixels.reshape(-1, 3).T)
+        return super().encode(pixels.ravel() if pixels.shape == (SIDE, SIDE) else pixels)
 
     def decode(self, values: np.ndarray) -> str:
         """The picture in ten shades, one line a row."""

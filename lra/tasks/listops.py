@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
+from lra.progress import counting
 from lra.task import SPLITS, Example
 from lra.tasks.generated import GeneratedTask
 from lra.tasks.listops_generator import (
@@ -196,19 +197,42 @@ class ListOps(GeneratedTask):
         for values, label in rows:
             yield Example((values,), label)
 
+    def encode(self, given: Any) -> np.ndarray | bytes:
+        """Raw values of an expression, such as `[MAX 4 3 [MIN 2 3] ]`; round brackets are dropped.
+
+        Raises:
+            ValueError: a symbol that is none of the 15 (says which and where), or no whole
+                expression.
+        """
+        if not isinstance(given, str):
+            return super().encode(given)
+        symbols = given.replace("]", " ] ").translate(str.maketrans("()", "  ")).split()
+        for place, symbol in enumerate(symbols, start=1):
+            if symbol not in SYMBOLS:
+                raise ValueError(
+                    f"unknown symbol {symbol[:60]!r} (number {place} of {len(symbols)}), expected "
+                    f"{' '.join(SYMBOLS)}"
+                )
+        values = encode(" ".join(symbols))
+        evaluate(values.tobytes())
+        return values
+
     def decode(self, values: np.ndarray) -> str:
         """Raw values back to the expression, without round brackets."""
         return " ".join(SYMBOLS[value] for value in values)
 
     @cached_property
     def _rows(self) -> list[tuple[bytes, int]]:
-        return generate(
-            sum(self.sizes.values()),
-            self.limits,
-            seed=self.generator_seed,
-            planted=self.kind == "synthetic",
-            num_workers=self.num_workers,
-        )
+        total = sum(self.sizes.values())
+        with counting("  drawing", total, unit="expressions") as show:
+            return generate(
+                total,
+                self.limits,
+                seed=self.generator_seed,
+                planted=self.kind == "synthetic",
+                num_workers=self.num_workers,
+                show=show,
+            )
 
     @property
     def _root(self) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -56,10 +57,12 @@ def generate(
     seed: int,
     planted: bool = False,
     num_workers: int = 1,
+    show: Callable[[int], None] = lambda done: None,
 ) -> list[tuple[bytes, int]]:
     """Raw values and label of `num_examples` distinct expressions, the same for any `num_workers`.
 
-    `planted` makes the synthetic stand-in that listops.py describes.
+    `planted` makes the synthetic stand-in that listops.py describes. `show` is told how many there
+    are so far.
 
     Raises:
         ValueError: there are too few distinct expressions within the limits, or they are too rare.
@@ -73,6 +76,7 @@ def generate(
         for length, label in zip(block.lengths, block.labels, strict=True):
             rows.setdefault(block.tokens[start : start + length], label)
             start += length
+        show(min(len(rows), num_examples))
         if len(rows) >= num_examples:
             break
         history.append(len(rows))

@@ -70,6 +70,7 @@ class Pathfinder(GeneratedTask):
     name: ClassVar[str] = "pathfinder"
     num_classes: ClassVar[int] = 2
     num_values: ClassVar[int] = 256
+    class_names: ClassVar[tuple[str, ...]] = ("apart", "joined")
     official_sizes: ClassVar[dict[str, int]] = {"train": 160_000, "val": 20_000, "test": 20_000}
     largest_split: ClassVar[int] = SPLIT_STRIDE
 

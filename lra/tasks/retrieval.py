@@ -71,6 +71,7 @@ class Retrieval(FileTask):
     num_classes: ClassVar[int] = 2
     num_values: ClassVar[int] = 256
     num_sequences: ClassVar[int] = 2
+    class_names: ClassVar[tuple[str, ...]] = ("no citation", "citation")
     official_sizes: ClassVar[dict[str, int]] = {"train": 147_086, "val": 18_090, "test": 17_437}
     what: ClassVar[str] = f"AAN pairs ({', '.join(FILES.values())})"
     remedy: ClassVar[str] = (
@@ -129,6 +130,19 @@ class Retrieval(FileTask):
                     )
                     while len(line) > MAX_ROW_BYTES and not line.endswith(b"\n"):
                         line = file.readline(MAX_ROW_BYTES + 1) or b"\n"
+
+    def encode(self, given: Any) -> np.ndarray | bytes:
+        """The bytes of a document, given as its text or as the bytes literal of the files."""
+        if not isinstance(given, str | bytes):
+            return super().encode(given)
+        document = given.encode() if isinstance(given, str) else given
+        if self.source != "synthetic":
+            is_literal = _LITERAL.fullmatch(document) is not None
+            if self.decode_literals and is_literal:
+                document = decode_literal(document)
+            elif not self.decode_literals and not is_literal:
+                document = repr(document).encode()
+        return document[:MAX_DOCUMENT_BYTES]
 
     def decode(self, values: np.ndarray) -> str:
         """The bytes as UTF-8; what is none, as escapes."""

@@ -56,6 +56,7 @@ class Text(CorpusTask):
     name: ClassVar[str] = "text"
     num_classes: ClassVar[int] = 2
     num_values: ClassVar[int] = 256
+    class_names: ClassVar[tuple[str, ...]] = tuple(LABELS)
     what: ClassVar[str] = "IMDb reviews"
     remedy: ClassVar[str] = (
         "Get https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz (84 MB, read as it is)"
@@ -124,6 +125,10 @@ class Text(CorpusTask):
                 rows = [rows[i] for i in np.flatnonzero(held if split == "val" else ~held)]
         for text, label in rows:
             yield Example((text,), label)
+
+    def encode(self, given: Any) -> np.ndarray | bytes:
+        """The bytes of a review, given as text or as bytes."""
+        return given.encode() if isinstance(given, str) else super().encode(given)
 
     def decode(self, values: np.ndarray) -> str:
         """The bytes as UTF-8; what is none, as escapes."""

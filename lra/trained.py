@@ -1,0 +1,121 @@
+"""A trained model in Python: what a person has goes in, a class comes out.
+
+Shapes: N examples, C classes.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lra.build import make_model, make_task
+from lra.checkpoint import step_of
+from lra.config import RunConfig, fill, nearest
+from lra.data import TokenArrays, eval_batches
+from lra.weights import selected_path, selected_weights, stored_config
+
+
+class TrainedModel:
+    """Model and task of a run. Inputs take the way of the run's own evaluation: as the task encodes
+    them, cut to its length, ids shifted past the padding, masked by length.
+
+    An input is what the task's `encode` takes; a pair of them, as a tuple, where the task compares
+    two; a list is several inputs.
+
+    Attributes:
+        model: the classifier, in evaluation mode.
+        task: what its inputs and classes are.
+        config: what the run was started with.
+        step: the training step that its weights are from.
+
+    Raises:
+        ValueError: no such run, no weights in it, or they do not fit its config.
+    """
+
+    def __init__(self, run: Path, device: str = "cpu") -> None:
+        if not run.is_dir():
+            runs = [path.parent.name for path in run.parent.glob("*/config.yaml")]
+            raise ValueError(f"{run}: no such run; {nearest(run.name, sorted(runs))}")
+        self.config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
+        self.task = make_task(self.config)
+        self.model = make_model(self.config, self.task)
+        self.device = torch.device(device)
+        path = selected_path(run, self.task.vocabulary_hash())
+        self.model.load_state_dict(selected_weights(path, self.model))
+        self.model.to(self.device).eval()
+        self.step = step_of(path)
+        _warn_if_unfinished(run, self.step, self.config.train.num_steps)
+
+    def predict(self, given: Any) -> Any:
+        """The class of an input, or a list with one for each input of a list.
+
+        A class is its name where the task has names, else its number: of ListOps, the value.
+
+        Raises:
+            ValueError: an input is none of this task, or too long under `task.strict`.
+        """
+        names = self.task.class_names
+        classes = [names[c] if names else c for c in self.logits(_listed(given)).argmax(1).tolist()]
+        return classes if isinstance(given, list) else classes[0]
+
+    @torch.no_grad()
+    def logits(self, given: Any) -> Tensor:
+        """The model's outputs before the softmax: [C] of an input, [N, C] of a list.
+
+        Raises:
+            ValueError: as for `predict`.
+        """
+        examples = [self._encode(i, example) for i, example in enumerate(_listed(given))]
+        task = self.task
+        too_long = [i for i, example in enumerate(examples)
+                    if max(map(len, example)) > task.max_length]  # fmt: skip
+        if too_long:
+            message = (
+                f"{len(too_long)} of {len(examples)} inputs are longer than "
+                f"task.max_length={task.max_length} (the first: input {too_long[0]})"
+            )
+            if task.strict:
+                raise ValueError(f"{message}; the run's task.strict=true has none cut")
+            warnings.warn(f"{message}; cut, as in training", stacklevel=2)
+        arrays = TokenArrays.of(examples, task.num_sequences, task.max_length)
+        logits_NC = torch.empty(len(examples), task.num_classes)
+        # Batched as the run's evaluation does it: the same list gives the same bits.
+        train = self.config.train
+        for rows in eval_batches(arrays.lengths, train.batch_size):
+            pad_to = task.max_length if train.pad_to_max else None
+            batch = arrays.batch(rows, pad_to).to(self.device)
+            logits_BC = self.model(batch.tokens_BSL, batch.lengths_BS)
+            logits_NC[torch.from_numpy(rows)] = logits_BC.float().cpu()
+        return logits_NC if isinstance(given, list) else logits_NC[0]
+
+    def _encode(self, number: int, example: Any) -> list[Any]:
+        count = self.task.num_sequences
+        try:
+            if count == 1:
+                return [self.task.encode(example)]
+            if not isinstance(example, tuple) or len(example) != count:
+                raise ValueError(f"{type(example).__name__}, expected a tuple of {count}")
+            return [self.task.encode(part) for part in example]
+        except ValueError as error:
+            raise ValueError(f"task '{self.task.name}', input {number}: {error}") from None
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def _warn_if_unfinished(run: Path, step: int, num_steps: int) -> None:
+    try:
+        status = json.loads((run / "status.json").read_text(encoding="utf-8"))["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if status not in ("completed", "at_chance"):
+        warnings.warn(
+            f"{run} is not finished ({status}): weights of step {step} of {num_steps}",
+            stacklevel=4,
+        )
