@@ -67,10 +67,12 @@ class Options:
 
     recipe: str | None = None
     tasks: tuple[str, ...] = ()  # none named: the benchmark's six, then others with a result
+    models: tuple[str, ...] = ()  # none named: all, measured and published
     average: str = "both"  # five | six | both
     min_seeds: int = 1
     include_reduced: bool = False
     published: bool = True
+    params: bool = True  # the column of parameter counts
 
     def __post_init__(self) -> None:
         if self.min_seeds < 1:
@@ -82,6 +84,16 @@ class Options:
         shown = set(self.tasks or TASKS)
         return [a for a, tasks in AVERAGES.items()
                 if self.average in (a, "both") and set(tasks) <= shown]  # fmt: skip
+
+    def shows(self, model: str) -> bool:
+        """Whether a model is wanted, by our name or the papers'; `luna:key=value` is luna."""
+        return not self.models or family(model) in map(family, self.models)
+
+
+def family(model: str) -> str:
+    """What our name of a model and the papers' have in common."""
+    name = model.partition(":")[0].lower()
+    return PUBLISHED_NAMES.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -279,7 +291,7 @@ def build(
     entering, left_out, notes, rows = [], [], [], []
     for record in records:
         wanted = not options.tasks or record.task in options.tasks
-        if wanted and options.recipe in (None, record.recipe):
+        if wanted and options.shows(record.model) and options.recipe in (None, record.recipe):
             why = why_left_out(record, options.include_reduced)
             if why:
                 left_out.append((why, record))
@@ -301,9 +313,9 @@ def build(
     options = replace(options, tasks=options.tasks or tasks_with_own(rows))
     order = list(LEFT_OUT)
     left_out.sort(key=lambda item: (order.index(item[0]), _natural(item[1])))
-    published = list(published) if options.published else []
+    shown = [p for p in published if options.published and options.shows(p.model)]
     floors = [f for f in floors if f.task in options.tasks]
-    return Board(options, rows, published, left_out, notes, floors)
+    return Board(options, rows, shown, left_out, notes, floors)
 
 
 def tasks_with_own(rows: Iterable[Row]) -> tuple[str, ...]:

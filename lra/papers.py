@@ -22,14 +22,7 @@ from lra.leaderboard import (
 )
 from lra.progress import percent
 from lra.statistics import mean_std
-from lra.tables import (
-    GENERATED,
-    GENERATED_LATEX,
-    Table,
-    escape_latex,
-    escape_markdown,
-    marked,
-)
+from lra.tables import GENERATED, Table, escape_markdown, marked
 
 WITHOUT_RETRIEVAL = tuple(t for t in AVERAGES["five"] if t != "retrieval")
 
@@ -117,16 +110,22 @@ def measured_lines(paper: Paper, row: Row, p: Published | None) -> list[list[str
     ours: list[float | None] = [c.mean if c and not c.failed else None for c in cells]
     printed = [p.cells.get(t, "") if p else "" for t in paper.tasks]
     line = [row.model, row.variant, "measured", *("" if c is None else marked(c) for c in cells)]
-    change = [row.model, row.variant, "difference", *map(_difference, ours, printed)]
+    change = [row.model, row.variant, "difference", *map(difference, ours, printed)]
     for tasks in printed_averages(paper).values():
-        known = [row.cells[t].mean for t in tasks if t in row.cells]
-        average = mean_std(known)[0] if len(known) == len(tasks) else None
+        average = mean_over(row, tasks)
         line += ["", percent(average)]
-        change += ["", _difference(average, percent(p.average(tasks)) if p else "")]
+        change += ["", difference(average, percent(p.average(tasks)) if p else "")]
     return [line, change] if p else [line]
 
 
-def _difference(ours: float | None, printed: str) -> str:
+def mean_over(row: Row, tasks: Sequence[str]) -> float | None:
+    """Our mean over tasks; None unless all are there."""
+    known = [row.cells[t].mean for t in tasks if t in row.cells]
+    return mean_std(known)[0] if len(known) == len(tasks) else None
+
+
+def difference(ours: float | None, printed: str) -> str:
+    """Ours minus the printed figure, in points; empty where one of them is none."""
     return "" if ours is None or printed in ("", FAIL) else f"{ours - float(printed):+.2f}"
 
 
@@ -135,14 +134,21 @@ def errata(paper: Paper, published: Sequence[Published]) -> list[str]:
     found = []
     for p in theirs(paper, published):
         for key, tasks in printed_averages(paper).items():
-            mean, text = p.average(tasks), p.cells.get(key)
-            copied = key == "avg" and not p.source.startswith(paper.source)
-            if mean is not None and text and not copied and abs(mean - float(text)) > 0.00501:
+            mean = misprint(paper, p, key, tasks)
+            if mean is not None:
                 found.append(
                     f"{p.model} ({p.variant}): the average over {len(tasks)} tasks is printed as "
-                    f"{text}; its cells give {percent(mean)} ({p.source})."
+                    f"{p.cells[key]}; its cells give {percent(mean)} ({p.source})."
                 )
     return found
+
+
+def misprint(paper: Paper, p: Published, key: str, tasks: Sequence[str]) -> float | None:
+    """The mean of a row's printed cells where the average printed as `key` is another."""
+    mean, text = p.average(tasks), p.cells.get(key)
+    copied = key == "avg" and not p.source.startswith(paper.source)
+    wrong = mean is not None and text and not copied and abs(mean - float(text)) > 0.00501
+    return mean if wrong else None
 
 
 def paper_markdown(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> str:
@@ -224,9 +230,16 @@ def published_efficiency_tables(rows: Sequence[Efficiency]) -> list[tuple[str, T
 
 
 def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
+    """`benchmark_blocks` with titles that say what was measured on what."""
+    blocks = benchmark_blocks(benchmark)
+    return [(f"{benchmark.title}: {mode}, {title}", table) for mode, title, table in blocks]
+
+
+def benchmark_blocks(benchmark: Benchmark) -> list[tuple[str, str, Table]]:
     """Speed, and memory where it was counted, by length; in brackets against softmax.
 
-    The last column is the growth exponent of a step's time, or of memory.
+    Each with its mode and quantity. The last column is the growth exponent of a step's time, or of
+    memory.
     """
     repeats = f", spread over {benchmark.repeats} rounds" if (benchmark.repeats or 1) > 1 else ""
     quantities: tuple[tuple[str, Callable[[BenchmarkCell], float | None], bool, int], ...] = (
@@ -259,7 +272,7 @@ def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
             if any(growth):
                 header.append("Growth")
                 lines = [[*line, text] for line, text in zip(lines, growth, strict=True)]
-            tables.append((f"{benchmark.title}: {mode}, {title}", Table(header, lines)))
+            tables.append((mode, title, Table(header, lines)))
     return tables
 
 
@@ -414,14 +427,6 @@ def efficiency_markdown(
     notes = [f"- {p.source}, {p.model} {p.variant} at {p.length}, {METRICS[p.metric]}: {p.note}.\n"
              for p in published if p.note]  # fmt: skip
     return "\n".join(parts + (["## Notes on published figures\n", "".join(notes)] if notes else []))
-
-
-def latex_tables(tables: Sequence[tuple[str, Table]]) -> str:
-    """Titled tables as LaTeX."""
-    parts = [GENERATED_LATEX]
-    for title, table in tables:
-        parts += [f"\\paragraph{{{escape_latex(title)}}}\n", table.latex()]
-    return "\n".join(parts)
 
 
 def _mean(values: Sequence[float | None]) -> str:

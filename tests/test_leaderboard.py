@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib.util
 import io
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra import papers, tables
+from lra import latex, papers, tables
 from lra.benchmarks import load_benchmarks, slope
 from lra.floors import Data, Floor, Floors, Score
 from lra.leaderboard import (
@@ -34,10 +36,14 @@ from lra.leaderboard import (
     task_table,
 )
 from lra.progress import percent
-from lra.records import Protocol, Record, load_all, pack_correct
+from lra.records import Protocol, Record, load_all, pack_correct, save
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
 ROOT = Path(__file__).resolve().parent.parent
+SPEC = importlib.util.spec_from_file_location("make_tables", ROOT / "scripts" / "make_tables.py")
+assert SPEC and SPEC.loader
+SCRIPT = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(SCRIPT)
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +316,8 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
     assert text.startswith("On ListOps, rules without any model are right in 15.00 % (always answer"
                            " a; 2 of 2 rows above) and 37.00 % (always answer b; 1 of 2 rows above)"
                            " of test;")  # fmt: skip
+    board = build(records, floors=[Floors("listops", data, rules)])
+    assert r"37.00 \% (always answer b; 1 of 2 rows above) of test;" in latex.leaderboard(board)
     better = [dataclasses.replace(rules[0], test=made_up_score(0.9))]
     assert "0 of 2 rows above" in tables.results_section(
         build(records, floors=[Floors("listops", data, better)])
@@ -373,7 +381,7 @@ def test_order_of_files_changes_nothing() -> None:
     for seed in range(3):
         random.Random(seed).shuffle(records)
         board = build(records, load_published())
-        texts.add(tables.markdown(board) + tables.csv_text(board) + tables.latex(board))
+        texts.add(tables.markdown(board) + tables.csv_text(board) + latex.leaderboard(board))
     assert len(texts) == 1
 
 
@@ -549,17 +557,11 @@ def test_slope_is_the_growth_exponent() -> None:
     assert slope(lengths[:2], [1.0, 2.0]) is None
 
 
-def test_names_cannot_break_markdown_or_latex() -> None:
+def test_names_cannot_break_markdown() -> None:
     evil = "a|b <i>_x_</i> & $100% {c}\\\n[d](e) ~^#"
     board = build([make_record(model=evil)])
     line = next(li for li in tables.markdown(board).splitlines() if li.startswith("| a"))
     assert line.startswith("| a\\|b \\<i\\>\\_x\\_\\</i\\> &amp; $100% {c}\\\\ [d\\](e) ~^# |")
-    tex = tables.latex(board)
-    assert "a\\textbar{}b \\textless{}i\\textgreater{}\\_x\\_" in tex
-    assert (
-        "\\& \\$100\\% \\{c\\}\\textbackslash{} {[}d](e) \\textasciitilde{}\\textasciicircum{}\\#"
-        in tex
-    )
 
 
 def test_a_setting_is_told_by_what_the_command_line_changed() -> None:
@@ -614,13 +616,10 @@ def test_readme_is_filled_between_its_markers_only() -> None:
 def test_command_builds_checks_and_rebuilds_byte_for_byte(tmp_path: Path) -> None:
     results = tmp_path / "results"
     write_sixty(results)
-    readme = tmp_path / "README.md"
-    readme.write_text("{}\n\n{}\n".format(*tables.README_MARKERS))
     assert make_tables("--results", results, "--no-figures", "--check").returncode == 1
     done = make_tables("--results", results, "--no-figures")
     assert done.returncode == 0, done.stderr
     assert "half-written.json" in done.stdout and "2 duplicates ignored" in done.stdout
-    assert "### Recipe nystromformer" in readme.read_text()
     generated = {
         p: p.read_bytes() for p in results.rglob("*") if p.is_file() and "runs" not in p.parts
     }
@@ -651,6 +650,110 @@ def test_command_builds_checks_and_rebuilds_byte_for_byte(tmp_path: Path) -> Non
     assert (results / "leaderboard.csv").read_text() == "edited by hand\n"
 
 
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where `tables_of` runs as in a checkout: records, tables and README."""
+    monkeypatch.setattr(SCRIPT, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    Path("README.md").write_text("{}\n\n{}\n".format(*tables.README_MARKERS))
+    Path("results").mkdir()
+    for name in ("published.csv", "published_efficiency.csv"):
+        shutil.copy(ROOT / "results" / name, "results")
+    save(make_record("listops", "luna"), Path("results"))
+    save(make_record("text", "softmax", budget="reduced"), Path("results"))
+    assert tables_of(monkeypatch) == 0
+    return tmp_path
+
+
+def tables_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """scripts/make_tables.py in this process."""
+    monkeypatch.setattr(sys, "argv", ["make_tables.py", "--no-figures", *words])
+    return SCRIPT.main()
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_checkouts_own_records_fill_its_readme(checkout: Path) -> None:
+    text = Path("README.md").read_text()
+    assert "### Recipe nystromformer" in text and "| luna |  | 37.00 (1) |" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--task listop", "--task=listop: unknown; did you mean 'listops'"),
+        ("--recipe luuna", "--recipe=luuna: unknown; did you mean 'luna'"),
+        ("--models luna,sofmax", "--models=sofmax: unknown; did you mean 'softmax'"),
+        ("--results result", "--results=result: holds no runs/; expected a results folder"),
+        ("--results results/runs", "--results=results/runs: holds no runs/"),
+    ],
+)
+def test_what_does_not_exist_is_refused_before_anything_is_written(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
+) -> None:
+    before = content(checkout)
+    for place in ([], ["--out", "paper"]):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            tables_of(monkeypatch, *words.split(), *place)
+    assert content(checkout) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--task listops", "--recipe luna", "--models luna", "--average five", "--min-seeds 2",
+     "--include-reduced", "--no-published", "--no-params"],
+)  # fmt: skip
+def test_a_choice_needs_a_folder_of_its_own(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    before = content(checkout)
+    for place in ([], ["--out", "results"]):
+        with pytest.raises(ValueError, match=f"{words.split()[0]}: results/ holds .* --out DIR"):
+            tables_of(monkeypatch, *words.split(), *place)
+    assert content(checkout) == before
+    assert tables_of(monkeypatch, *words.split(), "--out", "paper") == 0
+    after = content(checkout)
+    assert before.items() <= after.items()
+    assert {p.parts[len(checkout.parts)] for p in after.keys() - before.keys()} == {"paper"}
+    assert Path("paper/tables/luna.tex").exists()
+
+
+def test_other_records_do_not_enter_the_checkouts_tables(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(make_record("image", "luna", data="synthetic"), Path("outputs/results"))
+    Path("outputs/README.md").write_text(Path("README.md").read_text())
+    before = content(checkout)
+    with pytest.raises(ValueError, match="--out=results: holds records, so its tables are theirs"):
+        tables_of(monkeypatch, "--results", "outputs/results", "--out", "results")
+    assert content(checkout) == before
+    assert tables_of(monkeypatch, "--results", "outputs/results") == 0
+    assert "none of the records counts (1 synthetic data)" in capsys.readouterr().out
+    assert before.items() <= content(checkout).items()
+    assert "image" in Path("outputs/results/leaderboard.md").read_text()
+
+
+def test_no_record_yet_is_not_a_wrong_folder(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("fresh/runs").mkdir(parents=True)
+    assert tables_of(monkeypatch, "--results", "fresh") == 0
+    assert "fresh/runs holds no record yet" in capsys.readouterr().out
+    assert "No finished run" in Path("fresh/leaderboard.md").read_text()
+
+
+def test_models_are_chosen_by_our_names_or_the_papers() -> None:
+    records = [make_record(model=m) for m in ("luna", "softmax", "fastformer")]
+    for names in (("softmax", "Luna"), ("transformer", "luna")):
+        board = build(records, load_published(), Options(models=names))
+        assert {r.model for r in board.rows} == {"luna", "softmax"}
+        assert {p.model for p in board.published} == {"Luna", "Transformer"}
+    assert Options(models=("luna",)).shows("luna:projection_length=16")
+
+
 def test_command_works_without_pandas_and_matplotlib(tmp_path: Path) -> None:
     write_sixty(tmp_path / "results")
     code = ("import sys, runpy; sys.modules.update(matplotlib=None, pandas=None); "
@@ -664,6 +767,7 @@ def test_command_works_without_pandas_and_matplotlib(tmp_path: Path) -> None:
 
 
 def test_command_names_what_is_wrong_with_a_published_file(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
     (tmp_path / "published.csv").write_text(
         "model,variant,task,accuracy_percent,setting,source,source_table\nA,,listops,0.36,s,s,t\n"
     )

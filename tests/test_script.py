@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 )
 def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
     script, *words = command.split()
+    (tmp_path / "results" / "runs").mkdir(parents=True)
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = subprocess.run(
