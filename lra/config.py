@@ -188,11 +188,11 @@ class RunConfig:
 
 
 class UnknownKey(ValueError):
-    """A key that a class does not take; `key` is the whole of it, with its section."""
+    """A key that a class does not take: with its section, and as `key=value`."""
 
-    def __init__(self, key: str, value: Any, allowed: Iterable[str]) -> None:
-        self.key, self.given = key, f"{key}={_show(value)}"
-        super().__init__(f"{self.given}: unknown key; {nearest(key.split('.')[-1], allowed)}")
+    def __init__(self, message: str, key: str = "", given: str = "") -> None:
+        super().__init__(message)
+        self.key, self.given = key, given
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -280,7 +280,9 @@ def check(
     arguments = {}
     for name, value in values.items():
         if name not in allowed:
-            raise UnknownKey(f"{prefix}{name}", value, allowed)
+            given = f"{prefix}{name}={_show(value)}"
+            message = f"{given}: unknown key; {nearest(name, allowed)}"
+            raise UnknownKey(message, f"{prefix}{name}", given)
         if value != MISSING:
             arguments[name] = convert(value, hints.get(name, Any), f"{prefix}{name}")
     for name in allowed:

@@ -147,6 +147,8 @@ def _load(path: Path, mmap: bool = False) -> np.ndarray:
             array_ = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
             array_ = np.load(path, allow_pickle=False)
+    except PermissionError:
+        raise  # not the file's fault
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(
             f"{path}: unreadable or truncated cache file ({error}); delete the folder "

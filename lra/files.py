@@ -1,49 +1,69 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and locks among processes."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import secrets
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeGuard
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# Of `fsync`: the mount has no such thing, which is no failure to write.
+NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES)
+LOCK_POLL_S = 0.1
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, new: bool = False) -> Iterator[BinaryIO]:
     """A temporary file beside `path` that takes its name at the end, flushed to disk.
 
-    Readers see the old file or the new one; after an error nothing is left.
+    Readers see the old file or the new one; after an error nothing is left. Permissions are those
+    of any new file, by the umask: some mounts refuse to change them.
 
     Raises:
         FileExistsError: with `new`, if there is a file of that name by then; it stays.
+        NotWritten: it cannot be made, written or renamed; names `path`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with naming(path, temporary):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                flush_to_disk(file.fileno())
+            if new:
+                _name_once(temporary, path)
+            else:
+                os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                temporary.unlink(missing_ok=True)
+
+
+def flush_to_disk(handle: int) -> None:
+    """`fsync`, where the mount has it."""
     try:
-        with naming(path), os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        if new:
-            _name_once(temporary, path)
-        else:
-            os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FSYNC:
+            raise
 
 
-def _name_once(temporary: str, path: Path) -> None:
+def _name_once(temporary: Path, path: Path) -> None:
+    exists = FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
     try:
         os.link(temporary, path)
     except FileExistsError:
-        raise
+        raise exists from None
     except OSError:  # a file system without hard links
         if path.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
+            raise exists from None
         os.replace(temporary, path)
 
 
@@ -57,8 +77,86 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
+class Held(Exception):
+    """Another process has the lock."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, key: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the lock that is called `path` among all processes that can see this file.
+
+    While another process has it, `waiting` is called again and again; it may raise to give up.
+
+    Whoever can read the file can use it, so that a group may share a folder. The system frees the
+    lock when its holder ends, however it ends; the empty file stays and means nothing.
+
+    Raises:
+        Held: another process has it, and there is no `waiting`.
+        OSError: no lock can be had here; names the file and the config's key.
+    """
+    import fcntl
+
+    try:
+        handle = _open_lock(path)
+    except OSError as error:
+        raise OSError(
+            f"{path}: this lock cannot be opened ({error.strerror}); let the owner of the file, or "
+            f"of its folder, run `chmod a+rw` on it, or choose another {key}"
+        ) from None
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting is None:
+                    raise Held(str(path)) from None
+                waiting()
+                time.sleep(LOCK_POLL_S)
+                continue
+            except OSError as error:
+                raise OSError(
+                    f"{path}: cannot be locked ({error.strerror}); this file system may have no "
+                    f"locks: choose another {key}, on a local disk, say"
+                ) from None
+            if _is_at(path, handle):
+                break
+            removed, handle = handle, _open_lock(path)  # by the holder before
+            os.close(removed)
+        try:
+            yield
+        finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # also for processes that have inherited it
+    finally:
+        os.close(handle)
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether an open file still has this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False
+
+
+def _open_lock(path: Path) -> int:
+    """A handle of a lock's file, made for everybody if it is not there."""
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            return os.open(path, os.O_RDWR)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY)  # somebody else's, and enough for a lock
+    with contextlib.suppress(OSError):  # beyond the umask: there is nothing in it to protect
+        os.fchmod(handle, 0o666)
+    return handle
+
+
+class NotWritten(OSError):
+    """A file was not written, for whatever reason its disk or mount has; it knows which file."""
+
+
 class Unwritable(Exception):
-    """The disk was full or turned read-only in the middle of a run."""
+    """The disk was full, or refused a write, in the middle of a run."""
 
 
 @contextlib.contextmanager
@@ -79,26 +177,39 @@ def storing(key: str) -> Iterator[None]:
 def refusal(error: OSError, key: str) -> str:
     """What to say of a write that the disk refused."""
     return (
-        f"{error.filename or error}: not written ({error.strerror}); free some space or choose "
-        f"another {key}; the same command goes on"
+        f"{error.filename or error}: not written ({error.strerror}); {way_out(error, key)}; the "
+        "same command goes on"
     )
 
 
+def way_out(error: OSError, key: str) -> str:
+    """What to do about a write that was refused; `key` chooses another place."""
+    return f"{'free some space or ' if error.errno in FULL else ''}choose another {key}"
+
+
 def is_refused(error: BaseException) -> TypeGuard[OSError]:
-    """Whether the disk is full or cannot be written."""
-    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-    return isinstance(error, OSError) and error.errno in refusals
+    """Whether a file could not be written, or anything at all for want of room."""
+    if isinstance(error, NotWritten):
+        return True
+    return isinstance(error, OSError) and error.errno in (*FULL, errno.EROFS)
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Let an error of writing, such as of a full disk, say which file it is about."""
+def naming(path: Path, temporary: Path | None = None) -> Iterator[None]:
+    """Let an error of writing say which file it is about: `path`, not its temporary name.
+
+    Raises:
+        NotWritten: instead of the OSError, unless that says that `path` is there already.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
+        name = error.filename
+        is_own = name in (None, os.fspath(temporary or path)) or str(path).startswith(str(name))
+        was_there = isinstance(error, FileExistsError) and name == os.fspath(path)
+        if error.errno is None or not is_own or was_there:
+            raise
+        raise NotWritten(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def check_writable(folder: Path, key: str) -> None:

@@ -375,6 +375,7 @@ def _describe(
         f"task     {task.name}: {task.describe_source()} [{protocol.data}]",
         f"data     {counts} train / val / test examples of at most {task.max_length:,} tokens"
         + left_aside,
+        *(f"remark   {remark}" for remark in data.meta.get("remarks", [])),
         f"model    {name}, {params:,} parameters, {ratio:+.1f} % against softmax ({rule})",
         f"recipe   {config.recipe}"
         + (f", changed: {'; '.join(changed)}" if changed else ", nothing changed"),

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lra import records
+from lra import files, records
 from lra.files import write_atomically
 from lra.progress import percent
 from lra.records import Record, unpack_correct
@@ -34,19 +34,17 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         Busy: one is at it.
     """
-    from filelock import FileLock, Timeout
-
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = run_dir / "run.lock"
     try:
-        with FileLock(lock, timeout=0):
+        with files.locked(lock, "paths.outputs"):
             try:
                 yield
             finally:
                 if [path.name for path in run_dir.iterdir()] == [lock.name]:
                     lock.unlink()
                     run_dir.rmdir()
-    except Timeout:
+    except files.Held:
         raise Busy(f"{run_dir}: another process is working on this very run") from None
 
 

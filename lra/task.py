@@ -8,11 +8,13 @@ A task is a dataclass that derives from `Task`: its fields are the keys of
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -23,11 +25,16 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from lra.data import ARRAYS, SplitWriter, TokenArrays, file_sha256
-from lra.files import check_writable, is_refused, write_atomically
+from lra.files import check_writable, locked, way_out, write_atomically
 from lra.progress import counting
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
+NAMES_SHOWN = 5  # in a message
+# Errors of pipes, processes and memory, which say nothing of the files.
+NOT_OF_FILES = (
+    errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ECHILD
+)  # fmt: skip
 
 
 class Example(NamedTuple):
@@ -64,6 +71,7 @@ class Task(ABC):
     num_workers: int = field(default=1, init=False, repr=False)
     work_dir: Path | None = field(default=None, init=False, repr=False)  # survives a killed build
     skipped: dict[str, list[str]] = field(default_factory=dict, init=False, repr=False)
+    remarks: list[str] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_length < 1:
@@ -104,6 +112,13 @@ class Task(ABC):
         """
         return []
 
+    def left_out(self) -> list[str]:
+        """Files beside those that are read that look as if they were meant to be, with the reason.
+
+        Asked when a cache is built; the cache's report and the run's log name them.
+        """
+        return []
+
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content, JSON-able; `max_length` is added by the caller."""
@@ -112,7 +127,8 @@ class Task(ABC):
     def examples(self, split: str) -> Iterator[Example]:
         """Yield the examples of `train`, `val` or `test` in a fixed order, whole (not yet cut).
 
-        Names of examples that had to be left out go to `self.skipped[split]`.
+        Names of examples that had to be left out go to `self.skipped[split]`, whatever else a
+        person should know of the source to `self.remarks`.
         """
 
     def vocabulary_hash(self) -> str:
@@ -173,9 +189,24 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
 
     Reading gigabytes at every start would be slow, so the result is remembered under the files'
     paths, sizes and modification times.
+
+    Raises:
+        OSError: a file cannot be read; names it and the config's keys.
     """
     if not files:
         return ""
+    try:
+        names, signature = _signature(files)
+        if (known := _recall(signature, memo_dir)) is None:
+            known = _content([*zip(names, map(file_sha256, files), strict=True)])
+            _remember(signature, known, memo_dir)
+    except OSError as error:
+        raise _unreadable(error) from None
+    return known
+
+
+def _signature(files: list[Path]) -> tuple[list[str], str]:
+    """The files' names below their common folder, and a hash of what `stat` says of them."""
     # Plain strings and one hash update: a tree of 50,000 files is checked at every start.
     paths = [os.fspath(file) for file in files]
     root = os.path.commonpath([os.path.dirname(path) for path in paths])
@@ -185,18 +216,49 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
         f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}"
         for name, stat in zip(names, stats, strict=True)
     )
-    signature = hashlib.sha256(
-        f"{os.path.realpath(root)}\n{listing}".encode(errors="surrogateescape")
+    text = f"{os.path.realpath(root)}\n{listing}"
+    return names, hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _content(checksums: list[tuple[str, str]]) -> str:
+    """One hash of the names and checksums of files."""
+    text = "".join(f"{name}\t{checksum}\n" for name, checksum in checksums)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
+
+
+def _memos(memo_dir: Path) -> tuple[Path, Path]:
+    """Folders of what is remembered: beside the caches, or, where these are only read, among the
+    machine's temporary files."""
+    own = Path(tempfile.gettempdir()) / f"lra-fingerprints-{os.getuid()}"
+    return memo_dir / "fingerprints", own
+
+
+def _recall(signature: str, memo_dir: Path) -> str | None:
+    beside, own = _memos(memo_dir)
+    for folder in (beside, own):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if folder == own and own.lstat().st_uid != os.getuid():
+                continue  # anybody may have made it
+            if len(known := (folder / signature).read_text()) == 64:
+                return known
+    return None
+
+
+def _remember(signature: str, content: str, memo_dir: Path) -> None:
+    for folder in _memos(memo_dir):
+        with contextlib.suppress(OSError):  # a ready cache may lie where nothing can be written
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / signature, content)
+            return
+
+
+def _unreadable(error: OSError) -> OSError:
+    """What to say of a file of the source that cannot be read."""
+    reason = error.strerror or str(error)
+    return OSError(
+        f"{error.filename or 'the source'}: cannot be read ({reason}); let its owner change that, "
+        "or choose another paths.data or task.path"
     )
-    memo = memo_dir / "fingerprints" / signature.hexdigest()
-    if memo.is_file() and len(remembered := memo.read_text()) == 64:
-        return remembered
-    content = hashlib.sha256()
-    for name, file in zip(names, files, strict=True):
-        content.update(f"{name}\t{file_sha256(file)}\n".encode(errors="surrogateescape"))
-    with contextlib.suppress(OSError):  # a ready cache may lie where nothing can be written
-        write_atomically(memo, content.hexdigest())
-    return content.hexdigest()
 
 
 def cache_folder(task: Task, cache_dir: Path) -> tuple[Path, str]:
@@ -226,23 +288,70 @@ def prepare(task: Task, cache_dir: Path, *, num_workers: int | None = None) -> D
 
     Raises:
         ValueError: the source is missing or faulty, or a sequence is too long under `strict`.
-        OSError: the cache cannot be written, e.g. the disk is full.
+        OSError: the cache cannot be written, e.g. the disk is full, or something cannot be read;
+            names it and the config's key.
     """
-    from filelock import FileLock
+    try:
+        folder, fingerprint = cache_folder(task, cache_dir)
+    except PermissionError as error:
+        raise _unreadable(error) from None
+    try:
+        if not _is_there(folder):
+            check_writable(cache_dir, "paths.cache")
+            with locked(Path(f"{folder}.lock"), "paths.cache", waiting=lambda: None):
+                if not _is_there(folder):
+                    _build(task, folder, fingerprint, num_workers or available_cores())
+        return open_dataset(task, folder, fingerprint)
+    except PermissionError as error:
+        raise OSError(
+            f"{error.filename or folder}: not readable ({error.strerror}); let the cache's owner "
+            f"run `chmod -R a+rX {folder}`, or choose another paths.cache"
+        ) from None
 
-    folder, fingerprint = cache_folder(task, cache_dir)
-    if not (folder / "meta.json").is_file():
-        check_writable(cache_dir, "paths.cache")
-        with FileLock(f"{folder}.lock"):
-            if not (folder / "meta.json").is_file():
-                _build(task, folder, fingerprint, num_workers or available_cores())
-    return open_dataset(task, folder)
+
+def _is_there(folder: Path) -> bool:
+    """Whether a cache has been built; a folder that may not be looked into is an error."""
+    try:
+        (folder / "meta.json").stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
-def open_dataset(task: Task, folder: Path) -> Dataset:
-    """Open a finished cache folder and apply the task's limits."""
+def _working_places(folder: Path) -> tuple[Path, Path]:
+    """Where a cache is built, and where tasks keep what survives a killed build.
+
+    What another user's killed build has left, only that user can remove; then they are others.
+    """
+    building, work = (
+        place.with_name(f"{place.name}-{os.getuid()}")
+        if place.exists() and not os.access(place, os.W_OK)
+        else place
+        for place in (
+            folder.with_name(f".{folder.name}.building"),
+            folder.with_name(f"{folder.name}.work"),
+        )
+    )
+    return building, work
+
+
+def open_dataset(task: Task, folder: Path, fingerprint: str) -> Dataset:
+    """Open a finished cache folder, see that it is as it was built, and apply the task's limits.
+
+    Checksums of all files are compared once, and again when a size, a modification time or the
+    place has changed; see `fingerprint_files`.
+
+    Raises:
+        ValueError: the cache is damaged, or is another one than its name says; names the file.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text())
+        if meta["fingerprint"] != fingerprint:
+            raise ValueError(
+                f"{folder / 'meta.json'}: of other data (fingerprint "
+                f"{str(meta['fingerprint'])[:12]}, expected {fingerprint[:12]}); delete the folder "
+                "and prepare again"
+            )
         splits = {
             split: TokenArrays(folder / split, task.num_sequences, task.max_length)
             for split in SPLITS
@@ -253,7 +362,8 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
                     f"{folder}: {split} has {len(arrays)} examples, its meta.json says "
                     f"{meta['splits'][split]['num_examples']}; delete the folder and prepare again"
                 )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        _check_once(Dataset(**splits, meta=meta, folder=folder))
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder / 'meta.json'}: damaged ({error}); delete the folder and prepare again"
         ) from None
@@ -267,7 +377,24 @@ def open_dataset(task: Task, folder: Path) -> Dataset:
     return Dataset(**splits, meta=meta, folder=folder)
 
 
-def remarks(report: dict[str, Any]) -> list[str]:
+def _check_once(dataset: Dataset) -> None:
+    """`verify`, unless the files are those of the last time, by their sizes and times."""
+    signature, content = _as_built(dataset.folder, dataset.meta)
+    if _recall(signature, dataset.folder.parent) != content:
+        print(f"checking every byte of {dataset.folder}, once", file=sys.stderr, flush=True)
+        verify(dataset)
+        _remember(signature, content, dataset.folder.parent)
+
+
+def _as_built(folder: Path, meta: dict[str, Any]) -> tuple[str, str]:
+    """What `stat` says of a cache's files now, and what their checksums were, each as one hash."""
+    files = [folder / split / f"{name}.npy" for split in SPLITS for name in ARRAYS]
+    checksums = [meta["splits"][split]["sha256"][name] for split in SPLITS for name in ARRAYS]
+    names, signature = _signature(files)
+    return signature, _content([*zip(names, checksums, strict=True)])
+
+
+def oddities(report: dict[str, Any]) -> list[str]:
     """What is odd about a split, although it may be meant so."""
     found = []
     if report["empty"]:
@@ -319,10 +446,10 @@ def verify(dataset: Dataset) -> None:
 
 
 def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None:
-    temporary = folder.with_name(f".{folder.name}.building")
+    temporary, task.work_dir = _working_places(folder)
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed builder; the lock is ours now
     task.num_workers = num_workers
-    task.work_dir = folder.with_name(f"{folder.name}.work")
+    task.remarks = []
     started = time.monotonic()
     meta: dict[str, Any] = {
         "format": FORMAT_VERSION,
@@ -332,6 +459,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         "source": task.describe_source(),
         "max_length": task.max_length,
         "settings": task.settings(),
+        "remarks": [],
         "splits": {},
     }
     print(f"preparing {task.name} from {task.describe_source()}", file=sys.stderr, flush=True)
@@ -360,23 +488,43 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 if task.strict:
                     raise ValueError(f"{message}; raise it, or set task.strict=false to cut them")
                 print(f"  {message}; cut", file=sys.stderr)
-            for remark in remarks(report):
+            for remark in oddities(report):
                 print(f"  task '{task.name}', {split}: {remark}", file=sys.stderr)
             report["skipped"] = task.skipped[split]
             meta["splits"][split] = report
+        if left_out := task.left_out():
+            task.remarks.append(f"not read ({len(left_out)}): {shortened(left_out)}")
+        meta["remarks"] = task.remarks
+        for remark in task.remarks:
+            print(f"  task '{task.name}': {remark}", file=sys.stderr)
         meta["seconds"] = round(time.monotonic() - started, 3)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         shutil.rmtree(folder, ignore_errors=True)  # a cache without its meta.json
         os.replace(temporary, folder)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        # numpy tells of a full disk without a number, in how many values were written.
-        if is_refused(error) or (isinstance(error, OSError) and error.errno is None):
-            raise OSError(
-                f"{folder}: the cache was not written "
-                f"({error.strerror or f'{error}: no space is left, perhaps'}); "
-                "free some space or choose another paths.cache"
-            ) from error
-        raise
+        if not isinstance(error, OSError) or error.errno in NOT_OF_FILES:
+            raise
+        # Of a full disk, numpy tells without a number how many values were requested and written.
+        if error.errno is None and "requested" not in str(error):
+            raise
+        raise _refused(error, folder) from error
+    _remember(*_as_built(folder, meta), folder.parent)
     shutil.rmtree(task.work_dir, ignore_errors=True)
     task.work_dir = None
+
+
+def _refused(error: OSError, folder: Path) -> OSError:
+    """What to say of an error while a cache was built: it is the source's, or the cache's."""
+    if error.filename and not Path(error.filename).is_relative_to(folder.parent):
+        return _unreadable(error)
+    remedy = way_out(error, "paths.cache")
+    reason = error.strerror
+    if error.errno is None:
+        reason, remedy = f"{error}: no space is left, perhaps", f"free some space or {remedy}"
+    return OSError(f"{folder}: the cache was not written ({reason}); {remedy}")
+
+
+def shortened(names: list[str]) -> str:
+    """The first few of many names, for a message."""
+    return "; ".join(names[:NAMES_SHOWN]) + ("; ..." if names[NAMES_SHOWN:] else "")

@@ -106,6 +106,7 @@ def report(task: Task, dataset: Dataset, seconds: float) -> dict[str, Any]:
         "folder": str(dataset.folder),
         "fingerprint": dataset.fingerprint,
         "max_length": dataset.meta["max_length"],
+        "remarks": dataset.meta.get("remarks", []),
         "build_seconds": dataset.meta["seconds"],
         "seconds": round(seconds, 3),
         "splits": splits,
@@ -120,6 +121,8 @@ def show_report(facts: dict[str, Any]) -> None:
         f"ready in {facts['seconds']} s"
     )
     print(f"  fingerprint  {facts['fingerprint']}")
+    for remark in facts["remarks"]:
+        print(f"  remark       {remark}")
     for split, values in facts["splits"].items():
         lengths = values["length_percentiles"]
         print(

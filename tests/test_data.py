@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import lra.task
 from lra.data import Batch, TokenArrays, epoch_order, eval_batches, train_batches
 from lra.files import append
 from lra.task import fingerprint_files, prepare, stratified, verify
@@ -88,6 +92,83 @@ def test_a_changed_byte_fails_verification(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ValueError, match="test/labels.npy: checksum differs"):
         verify(toy_data(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["train/tokens.npy", "val/labels.npy"])
+def test_a_cache_overwritten_with_zeros_of_the_same_size_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    path = toy_data(tmp_path).folder / name
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(128)  # behind the header
+        file.write(bytes(size - 128))
+    assert path.stat().st_size == size
+    with pytest.raises(ValueError, match=f"{name}: checksum differs from meta.json; delete"):
+        toy_data(tmp_path)
+
+
+def test_a_cache_of_other_data_is_refused(tmp_path: Path) -> None:
+    short, long = (toy_data(tmp_path, max_length=length).folder for length in (8, 12))
+    for name in short.iterdir():
+        target = long / name.name
+        shutil.rmtree(target) if target.is_dir() else target.unlink()
+    shutil.copytree(short, long, dirs_exist_ok=True)  # as a mistaken copy leaves it
+    with pytest.raises(
+        ValueError, match=r"meta.json: of other data \(fingerprint \w{12}, expected"
+    ):
+        toy_data(tmp_path)
+
+
+def test_a_checksum_changed_in_meta_is_refused(tmp_path: Path) -> None:
+    meta = toy_data(tmp_path).folder / "meta.json"
+    facts = json.loads(meta.read_text())
+    facts["splits"]["val"]["sha256"]["tokens"] = "0" * 64
+    meta.write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match="val/tokens.npy: checksum differs"):
+        toy_data(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["other times", "moved", "built by an earlier version"])
+def test_a_cache_whose_files_look_changed_is_checked_once(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "a"
+    folder = toy_data(place).folder
+    if how == "other times":
+        for file in folder.glob("*/*.npy"):
+            os.utime(file, (1e9, 1e9))  # as of a container's layers, or a copy without times
+    elif how == "moved":
+        place = place.rename(tmp_path / "b")
+    else:
+        shutil.rmtree(folder.parent / "fingerprints")
+    capsys.readouterr()
+    data = toy_data(place)
+    assert len(data.train) == SIZES["train"]
+    assert capsys.readouterr().err == f"checking every byte of {data.folder}, once\n"
+    monkeypatch.setattr(lra.task, "file_sha256", lambda _: pytest.fail("read again"))
+    assert len(toy_data(place).train) == SIZES["train"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_new_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lra.task, "file_sha256", lambda _: pytest.fail("read again"))
+    for _ in range(2):
+        assert len(toy_data(tmp_path).train) == SIZES["train"]
+
+
+def test_a_source_that_cannot_be_read_is_named_with_its_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(OSError, match=r"none.tsv: cannot be read .* paths\.data or task\.path"):
+        fingerprint_files([tmp_path / "none.tsv"], tmp_path / "cache")
+
+    def examples(self: Toy, split: str) -> Any:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "data" / "x.tsv"))
+
+    monkeypatch.setattr(Toy, "examples", examples)
+    with pytest.raises(OSError, match=r"data/x.tsv: cannot be read \(Permission denied\)"):
+        toy_data(tmp_path)
 
 
 def test_damaged_meta_is_reported(tmp_path: Path) -> None:

@@ -77,9 +77,10 @@ def test_quotes_mean_nothing(tmp_path: Path) -> None:
 
 def test_only_line_feeds_end_a_row(tmp_path: Path) -> None:
     odd = b"a\r\x0b\x0c\x1c\x1d\x1e\x85\x00\xe2\x80\xa8b"
-    content = b"1.0\tA\tB\t%s\tx\r\n0\tA\tB\ty\tlast row without a line feed" % odd
+    content = b"1.0\tA\tB\t%s\tx\r\n0\tA\tB\ty\tz\n0\tA\tB\ty\tlast row without a line feed" % odd
     assert read(tmp_path, content) == [
         (odd, b"x\r", 1),
+        (b"y", b"z", 0),
         (b"y", b"last row without a line feed", 0),
     ]
 

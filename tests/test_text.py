@@ -462,7 +462,10 @@ FAULTS = {
         ["train-00000-of-00001.parquet, row 0", "label -1"],
     ),
     "label is a float": (lambda d: _table(d, text=["a"], label=[1.0]), ["row 0", "label 1.0"]),
-    "label is text": (lambda d: _table(d, text=["a"], label=["pos"]), ["row 0", "pos"]),
+    "label is another word": (
+        lambda d: _table(d, text=["a", "b"], label=["pos", "good"]),
+        ["row 1", "label 'good', expected 0 to 1 or one of neg, pos"],
+    ),
     "no text": (lambda d: _table(d, text=["a", None], label=[0, 1]), ["row 1", "text None"]),
     "text is a number": (lambda d: _table(d, text=[5], label=[0]), ["row 0", "text 5"]),
     "other columns": (

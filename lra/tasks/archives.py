@@ -1,4 +1,4 @@
-"""Archives, read in place.
+"""Archives and compressed files, read in place.
 
 Nothing is unpacked to disk, nothing that a file says is executed, and a size is checked before
 memory is taken for it.
@@ -6,6 +6,7 @@ memory is taken for it.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import os
@@ -13,6 +14,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 MAX_FILE_BYTES = 64 << 20  # of one file, in an archive or not; the largest real one has 31 MB
 MAX_ARCHIVE_BYTES = 4 << 30  # of a whole archive, uncompressed
@@ -29,6 +31,34 @@ def read_file(path: str | Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         if size > max_bytes:
             raise ValueError(f"{path}: {size} bytes, expected at most {max_bytes}")
         return file.read()
+
+
+@contextlib.contextmanager
+def open_plain(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, those inside if its name ends in `.gz`.
+
+    Raises:
+        ValueError: damaged, also while it is read; names the file.
+    """
+    with path.open("rb") as file:
+        if path.suffix != ".gz":
+            yield file
+            return
+        try:
+            yield gzip.GzipFile(fileobj=file)  # type: ignore[misc]
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: not a whole gzip file ({error}); get it again") from None
+
+
+def count_line_ends(path: Path) -> tuple[int, int]:
+    """How many lines of a file end in a line feed, and how many of these in CR LF."""
+    total, with_return, before = 0, 0, b""
+    with open_plain(path) as file:
+        while block := file.read(1 << 20):
+            total += block.count(b"\n")
+            with_return += (before + block).count(b"\r\n")
+            before = block[-1:].replace(b"\n", b"")
+    return total, with_return
 
 
 def is_archive(path: Path) -> bool:

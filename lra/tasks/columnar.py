@@ -3,53 +3,172 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from lra.tasks.beside import listing
 
 TableRow = tuple[str, tuple[Any, ...]]  # where it stands, for messages, and its columns
 
-_SPLIT = re.compile(r"(?:^|[-_.])(train|test)(?:[-_.]|$)")
+SUFFIXES = (".parquet", ".arrow")
+_SPLIT_NAMES = {"train": "train", "test": "test"} | dict.fromkeys(
+    ("validation", "valid", "val", "dev", "eval"), "val"
+)
+_SPLIT = re.compile(rf"(?:^|[-_.])({'|'.join(_SPLIT_NAMES)})(?:[-_.]|$)")
+_NUMBER = re.compile(r"[0-9]+")
+_SHARD = re.compile(r"-([0-9]+)-of-([0-9]+)")
+_PLAIN_NAME = re.compile(r"(?!.*(?:-checkpoint|[-_.](?:copy|bak|backup|old|orig)\b))[\w.,=+-]+")
+_LEFTOVER = re.compile(r"(?:cache-|tmp)")
 _HUB_TIMEOUT_S = 5
 _INSTALL_HUB = "run: pip install 'lra-harness[hub]'"
 
 
-def table_files(folder: Path) -> dict[str, list[Path]]:
-    """Parquet or Arrow files of `train` and `test`, at most one folder down; empty without any.
+class Tables(NamedTuple):
+    """The files of each split in their order, and the tables beside them that are not read."""
 
-    A file belongs to the split that its name, else the name of its folder, has as a word.
+    files: dict[str, list[Path]]
+    left_out: list[str]
+
+
+def find_tables(folder: Path, splits: Sequence[str] = ("train", "test")) -> Tables:
+    """Parquet or Arrow files of `splits`, at most one folder down; without files if there are none.
+
+    A file belongs to the split that its name, else the name of its folder, has as a word. The files
+    of a split are those that `state.json` beside them lists, as `save_to_disk` leaves it, or else
+    one file, or a set whose numbers are complete. Copies, backups and the library's own leftovers
+    are not taken.
 
     Raises:
-        ValueError: one of the two splits is missing, or there are files of both kinds.
+        ValueError: a split is missing, its files are no such set, or there are files of both kinds.
     """
-    found: dict[str, list[Path]] = {}
-    for pattern in ("*", "*/*"):
-        for file in sorted(folder.glob(pattern)):
-            if file.suffix not in (".parquet", ".arrow") or file.name.startswith("."):
-                continue
-            for part in reversed(file.relative_to(folder).parts):
-                if word := _SPLIT.search(part):
-                    found.setdefault(word[1], []).append(file)
-                    break
+    found, left_out = _sorted_out(folder, splits)
     suffixes = sorted({file.suffix for files in found.values() for file in files})
     if len(suffixes) > 1:
         raise ValueError(f"{folder} has {' and '.join(suffixes)} files; expected one kind only")
-    if len(found) == 1:
-        missing = "test" if "train" in found else "train"
+    missing = [split for split in splits if split not in found]
+    if found and missing:
+        hint = f" (left out: {'; '.join(left_out[:3])})" if left_out else ""
         raise ValueError(
-            f"{folder} has no file of the {missing} split, e.g. {missing}{suffixes[0]}"
+            f"{folder} has no file of the {missing[0]} split, e.g. {missing[0]}{suffixes[0]}{hint}"
         )
-    return found
+    for split, files in found.items():
+        listed = listed_files(files[0].parent)
+        if len({file.parent for file in files}) > 1:
+            fault = "lie in several folders"
+        elif listed is None:
+            fault = _fault([file.name for file in files])
+        else:
+            fault = ""
+            files.sort(key=lambda file: listed.index(file.name))
+            if absent := [name for name in listed if files[0].with_name(name) not in files]:
+                raise ValueError(
+                    f"{files[0].with_name('state.json')}: lists {absent[0]}, which is not there"
+                )
+        if fault:
+            raise ValueError(
+                f"{folder}: the files of the {split} split {fault}: {listing(files)}; move away "
+                "what is not the data set's"
+            )
+    return Tables(found, left_out)
+
+
+def _sorted_out(folder: Path, splits: Sequence[str]) -> tuple[dict[str, list[Path]], list[str]]:
+    """Tables by split, and those that belong to none or are nobody's, with the reason."""
+    found: dict[str, list[Path]] = {}
+    left_out = []
+    known = _known_folders(folder)
+    for pattern in ("*", "*/*"):
+        for file in sorted(folder.glob(pattern)):
+            if file.suffix not in SUFFIXES or not file.is_file():
+                continue
+            parts = file.relative_to(folder).parts
+            listed = listed_files(file.parent)
+            words = (_SPLIT.search(part) for part in reversed(parts))
+            split = next((_SPLIT_NAMES[word[1]] for word in words if word), None)
+            if any(part.startswith(".") for part in parts):
+                reason = "hidden"
+            elif len(parts) > 1 and known is not None and parts[0] not in known:
+                reason = f"not listed in {folder / 'dataset_dict.json'}"
+            elif listed is not None and file.name not in listed:
+                reason = f"not listed in {file.parent / 'state.json'}"
+            elif listed is None and _LEFTOVER.match(file.name):
+                reason = "left by the package datasets"
+            elif not _PLAIN_NAME.fullmatch(file.name):
+                reason = "a copy or a backup, by its name"
+            elif split is None or split not in splits:
+                reason = "of no split that is read"
+            else:
+                found.setdefault(split, []).append(file)
+                continue
+            left_out.append(f"{file}: {reason}")
+    return found, left_out
+
+
+def listed_files(folder: Path) -> list[str] | None:
+    """The data files that the `state.json` of a data set on disk lists; None without one.
+
+    Raises:
+        ValueError: damaged, or it selects rows by files of indices.
+    """
+    path = folder / "state.json"
+    if not path.is_file():
+        return None
+    try:
+        state = json.loads(path.read_text())
+        names = [entry["filename"] for entry in state["_data_files"]]
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"_data_files={names}")
+        if indices := state.get("_indices_files") or state.get("_indices_data_files"):
+            raise ValueError(f"{indices} choose rows; save it again after flatten_indices()")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not what save_to_disk writes ({type(error).__name__}: {error}); save the "
+            "data set again"
+        ) from None
+    return names
+
+
+def _known_folders(folder: Path) -> list[str] | None:
+    """The splits that the `dataset_dict.json` of a folder lists; None without one."""
+    path = folder / "dataset_dict.json"
+    if not path.is_file():
+        return None
+    try:
+        return [str(name) for name in json.loads(path.read_text())["splits"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: not what save_to_disk writes ({type(error).__name__}: {error}); save the "
+            "data set again"
+        ) from None
+
+
+def _fault(names: list[str]) -> str:
+    """Why files are not all of one set, empty if they are."""
+    shards = [(int(m[1]), int(m[2])) for name in names if (m := _SHARD.search(name))]
+    if shards:
+        total = shards[0][1]
+        is_whole = sorted(shards) == [(i, total) for i in range(total)]
+        return "" if is_whole and len(names) == total else f"are not {total} parts of one set"
+    if len(names) == 1:
+        return ""
+    if len({_NUMBER.sub("#", name) for name in names}) == 1:
+        numbers = [[int(n) for n in _NUMBER.findall(name)] for name in names]
+        for column in zip(*numbers, strict=True):
+            if sorted(column) in ([*range(len(names))], [*range(1, 1 + len(names))]):
+                return ""
+    return "are not one set of numbered files"
 
 
 def table_rows(file: Path, columns: Sequence[tuple[str, ...]]) -> Iterator[TableRow]:
     """Yield the rows of a Parquet or Arrow file; a column is given by its possible names.
 
-    Text comes as its UTF-8 bytes.
+    Text comes as its UTF-8 bytes, of whatever type the column is.
 
     Raises:
         ValueError: pyarrow is missing, or the file is damaged or lacks a column; names the file.
@@ -82,8 +201,6 @@ def arrow_rows(
     batches: Iterable[Any], name: str, columns: Sequence[tuple[str, ...]]
 ) -> Iterator[TableRow]:
     """The rows of pyarrow record batches or tables, see `table_rows`; `name` is for messages."""
-    import pyarrow as pa
-
     row = 0
     for batch in batches:
         known = batch.schema.names
@@ -94,13 +211,64 @@ def arrow_rows(
                 raise ValueError(
                     f"{name}: no column {' or '.join(names)}; it has {', '.join(known)}"
                 )
-            values = batch.column(present[0])
-            if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-                values = values.cast(pa.large_binary())
-            chosen.append(values.to_pylist())
+            values = _plain(batch.column(present[0])).to_pylist()
+            if names_ := _class_names(batch.schema, present[0]):
+                is_known = [type(v) is int and 0 <= v < len(names_) for v in values]
+                values = [names_[v] if k else v for v, k in zip(values, is_known, strict=True)]
+            chosen.append(values)
         for values in zip(*chosen, strict=True):
             yield f"{name}, row {row}", values
             row += 1
+
+
+def _plain(values: Any) -> Any:
+    """A column without its encodings, text as bytes."""
+    import pyarrow as pa
+
+    if isinstance(values, pa.ChunkedArray):
+        return pa.chunked_array(map(_plain, values.chunks)) if values.num_chunks else values
+    if isinstance(values, pa.ExtensionArray):
+        return _plain(values.storage)
+    if pa.types.is_dictionary(values.type):
+        return _plain(values.dictionary).take(values.indices)
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
+    return values.cast(pa.large_binary()) if any(is_(values.type) for is_ in is_text) else values
+
+
+def _class_names(schema: Any, column: str) -> list[bytes] | None:
+    """What the numbers of a column stand for, if the package datasets has said so in words."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        names = features[column]["names"]
+        if all(name == str(i) for i, name in enumerate(names)):
+            return None
+        return [name.encode() for name in names]
+    except (KeyError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def class_of(where: str, value: Any, names: Sequence[tuple[str, ...]]) -> int:
+    """The class that a table's value stands for: its number, its name, or yes or no of two classes.
+
+    `names` are the spellings of each class; `where` is for messages.
+
+    Raises:
+        ValueError: none of these.
+    """
+    if isinstance(value, bool) and len(names) == 2:
+        return int(value)
+    if type(value) is int and 0 <= value < len(names):
+        return value
+    if isinstance(value, bytes):
+        value = value.decode(errors="backslashreplace")
+        for number, spellings in enumerate(names):
+            if value.strip().lower() in (str(number), *spellings):
+                return number
+    words = ", ".join(spellings[0] for spellings in names if spellings)
+    raise ValueError(
+        f"{where}: label {value!r:.60}, expected 0 to {len(names) - 1}"
+        f"{f' or one of {words}' if words else ''}"
+    )
 
 
 def hub_tables(name: str, revision: str | None) -> dict[str, Iterator[Any]]:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lra.task import SPLITS, Task
 from lra.tasks.archives import is_archive
+from lra.tasks.beside import listing
 
 ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
 
@@ -107,3 +108,15 @@ class GeneratedTask(Task):
                 )
         if root.is_file():
             raise ValueError(f"task.path={self.path}: expected {expected}")
+
+    def refuse_unread(self, found: list[Path], expected: str) -> None:
+        """Raise if there are files that were meant for this task and cannot be read.
+
+        Raises:
+            ValueError: names them, and what was `expected`.
+        """
+        if found:
+            raise ValueError(
+                f"task '{self.name}': {listing(found)} cannot be read; expected {expected}. "
+                "Convert or move that, or set task.source=generated to leave it aside"
+            )

@@ -21,7 +21,8 @@ import numpy as np
 
 from lra.task import Example
 from lra.tasks.archives import read_file, tar_members
-from lra.tasks.columnar import TableRow
+from lra.tasks.beside import similar
+from lra.tasks.columnar import TableRow, class_of
 from lra.tasks.sources import CorpusTask, Row, held_out
 
 SIDE = 32
@@ -29,6 +30,9 @@ NUM_PIXELS = SIDE * SIDE
 TRAIN_FILES = tuple(f"data_batch_{i}" for i in range(1, 6))
 FILES = (*TRAIN_FILES, "test_batch")
 INNER = "cifar-10-batches-py"
+CLASSES = tuple((name,) for name in (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
+))  # fmt: skip
 
 # All that the pickles of these files name, of old and new numpy; protocol 5 has the second form.
 _ARRAYS = {f"{package}.multiarray._reconstruct" for package in ("numpy.core", "numpy._core")}
@@ -59,9 +63,7 @@ class Image(CorpusTask):
     name: ClassVar[str] = "image"
     num_classes: ClassVar[int] = 10
     num_values: ClassVar[int] = 256
-    class_names: ClassVar[tuple[str, ...]] = (
-        "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck",
-    )  # fmt: skip
+    class_names: ClassVar[tuple[str, ...]] = tuple(name for (name,) in CLASSES)
     official_sizes: ClassVar[dict[str, int]] = {"train": 45_000, "val": 5_000, "test": 10_000}
     what: ClassVar[str] = "CIFAR-10 pictures"
     remedy: ClassVar[str] = (
@@ -84,7 +86,10 @@ class Image(CorpusTask):
         for folder in ("", "image/", "cifar10/")
         for suffix in (".tar.gz", ".tar")
     )
+    own_folders: ClassVar[tuple[str, ...]] = tuple(name for name in folders if name)
+    own_names: ClassVar[str] = r"cifar[-_]?10(?![0-9]).*"
     columns: ClassVar[tuple[tuple[str, ...], ...]] = (("img", "image"), ("label",))
+    class_spellings: ClassVar[tuple[tuple[str, ...], ...]] = CLASSES
 
     max_length: int = NUM_PIXELS
     grey: Literal["tf", "pil", "tensor"] = "tf"
@@ -158,6 +163,12 @@ class Image(CorpusTask):
             top, left = rng.integers(0, SIDE - 8, 2)
             noisy[top : top + 8, left : left + 8] = 0
             yield Example((noisy.astype(np.uint8).ravel(),), label)
+
+    def left_out(self) -> list[str]:
+        """Likewise; and files that are called almost like the batches."""
+        is_folder = self.kind == "files" and self.source != "hub" and self.place.form == "folder"
+        odd = similar(self.place.path, FILES, r"(?:data|test)_batch") if is_folder else ()
+        return [*odd, *super().left_out()]
 
     def _has_folder(self, folder: Path) -> bool:
         return any((folder / name).is_file() for name in FILES)
@@ -353,8 +364,7 @@ def read_picture(where: str, picture: Any, label: Any, to_grey: Grey) -> Row:
     from PIL import Image as PillowImage
     from PIL import UnidentifiedImageError
 
-    if type(label) is not int or not 0 <= label < 10:
-        raise ValueError(f"{where}: label {label!r:.40}, expected 0 to 9")
+    number = class_of(where, label, CLASSES)
     png = picture.get("bytes") if isinstance(picture, dict) else picture
     if not isinstance(png, bytes):
         raise ValueError(f"{where}: no picture in the row, expected the bytes of a PNG file")
@@ -368,4 +378,4 @@ def read_picture(where: str, picture: Any, label: Any, to_grey: Grey) -> Row:
             rgb_P3 = np.asarray(image).reshape(NUM_PIXELS, 3)
     except (UnidentifiedImageError, OSError, SyntaxError) as error:
         raise ValueError(f"{where}: not a whole PNG picture ({error})") from None
-    return to_grey(*rgb_P3.T).tobytes(), label
+    return to_grey(*rgb_P3.T).tobytes(), number

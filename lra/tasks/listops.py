@@ -8,8 +8,8 @@ round brackets around every pair; these say nothing that the operators do not, a
 
 Sources, by `task.source`:
 
-- `files`: `basic_{train,val,test}.tsv` of the release; every expression is evaluated and compared
-  with its label.
+- `files`: `basic_{train,val,test}.tsv` of the release, also compressed (`.tsv.gz`), or Parquet or
+  Arrow files of the same columns; every expression is evaluated and compared with its label.
 - `generated`: our own generator of the release's distribution, seeded (listops_generator.py).
 - `synthetic`: the generator's trees with the digits overwritten, see `ListOps`.
 """
@@ -28,6 +28,9 @@ import numpy as np
 
 from lra.progress import counting
 from lra.task import SPLITS, Example
+from lra.tasks.archives import count_line_ends, open_plain
+from lra.tasks.beside import similar, unread
+from lra.tasks.columnar import SUFFIXES, class_of, find_tables, table_rows
 from lra.tasks.generated import GeneratedTask
 from lra.tasks.listops_generator import (
     CLOSE,
@@ -60,6 +63,10 @@ FOLDERS = (
     "listops",
     "",
 )
+
+OWN_NAMES = r"(?:basic_(?:train|val|test)|listops-1000)\b.*|listops\..*"  # meant for this task
+COLUMNS = (("Source", "source"), ("Target", "target", "label"))
+_CLASSES = ((),) * 10  # of tables: numbers only
 
 _TO_VALUE = {symbol.encode(): value for value, symbol in enumerate(SYMBOLS)}
 _DROP_ROUND = bytes.maketrans(b"()", b"  ")
@@ -132,7 +139,7 @@ class ListOps(GeneratedTask):
         return f"our generator, seed {self.generator_seed}{why}"
 
     def source_files(self) -> list[Path]:
-        """The three files in the order train, val, test; empty for generated data.
+        """The files in the order train, val, test; empty for generated data.
 
         Raises:
             ValueError: none found, one missing, an archive that is still packed, or several folders
@@ -140,8 +147,7 @@ class ListOps(GeneratedTask):
         """
         if self.kind != "files":
             return []
-        folder = self._folder
-        if folder is None:
+        if self._folder is None:
             raise ValueError(
                 f"task 'listops': found no {', '.join(FILES)}; tried "
                 f"{', '.join(str(tried) for tried in self._candidates())}"
@@ -151,12 +157,29 @@ class ListOps(GeneratedTask):
                 f"it with `tar xf lra_release.gz -C {self.data_dir}`, or set task.path to the "
                 "folder with the three files, or task.source=generated to make an equal set here"
             )
-        if missing := [name for name in FILES if not (folder / name).is_file()]:
+        found = self._files_in(self._folder)
+        if missing := [name for name, split in zip(FILES, SPLITS, strict=True) if not found[split]]:
             raise ValueError(
-                f"task 'listops': {folder} has no {' and no '.join(missing)}; "
+                f"task 'listops': {self._folder} has no {' and no '.join(missing)}; "
                 f"expected all of {', '.join(FILES)}"
             )
-        return [folder / name for name in FILES]
+        return [file for split in SPLITS for file in found[split]]
+
+    def left_out(self) -> list[str]:
+        """Copies and other forms beside the files, and what is in other folders of this task."""
+        if self.kind != "files":
+            return []
+        files = self.source_files()
+        folder = files[0].parent
+        odd = [*similar(folder, [file.name for file in files], r"^[\W_]*basic_")]
+        if files[0].suffix in SUFFIXES and self._folder is not None:
+            odd = find_tables(self._folder, SPLITS).left_out
+        used = [place for place in self._candidates() if self._names_in(place)]
+        return odd + [
+            f"{path}: not what is read"
+            for path in self._unread(with_root=False)
+            if not any(path.is_relative_to(p) or p.is_relative_to(path) for p in used)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content.
@@ -187,9 +210,12 @@ class ListOps(GeneratedTask):
             ValueError: a row of the file is faulty (names file, line and fault), or the limits
                 allow too few distinct expressions.
         """
+        rows: Iterable[tuple[bytes, int]]
         if self.kind == "files":
-            rows: Iterable[tuple[bytes, int]] = read_tsv(
-                self.source_files()[SPLITS.index(split)], num_workers=self.num_workers
+            self.source_files()  # complains of what is missing
+            assert self._folder is not None
+            rows = itertools.chain.from_iterable(
+                self._read(file) for file in self._files_in(self._folder)[split]
             )
         else:
             first = sum(self.sizes[earlier] for earlier in SPLITS[: SPLITS.index(split)])
@@ -234,10 +260,43 @@ class ListOps(GeneratedTask):
                 show=show,
             )
 
+    def _read(self, file: Path) -> Iterator[tuple[bytes, int]]:
+        if file.suffix in SUFFIXES:
+            return read_table(file, num_workers=self.num_workers)
+        total, with_return = count_line_ends(file)
+        if 0 < with_return < total:  # the release has them throughout
+            self.remarks.append(
+                f"{file.name}: {with_return:,} of {total:,} lines end in CR LF, the others in LF; "
+                "neither is part of an expression"
+            )
+        return read_tsv(file, num_workers=self.num_workers)
+
     @property
     def _root(self) -> Path:
         root = self.data_dir if self.path is None else Path(self.path).expanduser()
-        return root.parent if root.name in FILES else root
+        return root.parent if root.name.removesuffix(".gz") in FILES else root
+
+    def _files_in(self, folder: Path) -> dict[str, list[Path]]:
+        """The files of each split in a folder: text, else compressed; without any, tables."""
+        found = {}
+        for name, split in zip(FILES, SPLITS, strict=True):
+            forms = (folder / name, folder / f"{name}.gz")
+            found[split] = [file for file in forms if file.is_file()][:1]
+        # The data folder itself may hold another task's tables.
+        is_own = self.path is not None or folder != self._root
+        if is_own and not any(found.values()):
+            found |= find_tables(folder, SPLITS).files
+        return found
+
+    def _names_in(self, folder: Path) -> list[str]:
+        files = itertools.chain.from_iterable(self._files_in(folder).values())
+        return [file.relative_to(folder).as_posix() for file in files]
+
+    def _unread(self, with_root: bool = True) -> list[Path]:
+        folders = [folder for folder in self._candidates() if folder != self._root]
+        own = [*folders, self._root] if self.path is not None and with_root else folders
+        shared = [self._root / name for name in ("", "lra_release", "lra_release/lra_release")]
+        return unread(own, shared, OWN_NAMES)
 
     def _candidates(self) -> list[Path]:
         return [self._root / folder for folder in FOLDERS]
@@ -246,20 +305,25 @@ class ListOps(GeneratedTask):
     def _folder(self) -> Path | None:
         """The folder that has the files, or some of them; None if there is no trace of any."""
         found = {
-            folder.resolve(): folder
-            for folder in self._candidates()
-            if any((folder / name).is_file() for name in FILES)
+            folder.resolve(): folder for folder in self._candidates() if self._names_in(folder)
         }
         folders = list(found.values())
         if not folders:
-            self.refuse_archive(self._root, f"a folder with {', '.join(FILES)}, or one of these")
+            expected = f"a folder with {', '.join(FILES)}, or one of these"
+            self.refuse_archive(self._root, expected)
+            self.refuse_unread(
+                self._unread(),
+                f"{', '.join(FILES)}, as they are or each with .gz, or Parquet or Arrow files of "
+                "train, validation and test with the columns Source and Target",
+            )
             return None
+        ours = self._names_in(folders[0])
         for other in folders[1:]:
-            _, differing, missing = filecmp.cmpfiles(folders[0], other, FILES, shallow=False)
-            if differing or missing:
+            _, differing, _ = filecmp.cmpfiles(folders[0], other, ours, shallow=False)
+            if faults := differing or sorted({*ours} ^ {*self._names_in(other)}):
                 raise ValueError(
-                    f"task 'listops': {folders[0]} and {other} differ in "
-                    f"{', '.join(differing + missing)}; set task.path to the folder to use"
+                    f"task 'listops': {folders[0]} and {other} differ in {', '.join(faults)}; set "
+                    "task.path to the folder to use"
                 )
         return folders[0]
 
@@ -315,13 +379,13 @@ def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]
     """Yield raw values and label of every row of a released file; labels are checked.
 
     The format: header `Source<TAB>Target`, then one expression and its value per line, LF or CRLF,
-    no quoting. Processes share the work; the order, and which fault is reported, do not depend on
-    their number.
+    no quoting; compressed if the name ends in `.gz`. Processes share the work; the order, and which
+    fault is reported, do not depend on their number.
 
     Raises:
         ValueError: a faulty file or row; names file, line and what was expected.
     """
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         header = stream.readline(MAX_LINE_BYTES)
         if not header:
             raise ValueError(f"{file}: empty, expected the header Source<TAB>Target and rows")
@@ -338,6 +402,26 @@ def read_tsv(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]
             yield from rows
     if not num_rows:
         raise ValueError(f"{file}: has a header but no rows behind it")
+
+
+def read_table(file: Path, *, num_workers: int = 1) -> Iterator[tuple[bytes, int]]:
+    """Likewise, of a Parquet or Arrow file with the columns `COLUMNS`.
+
+    Raises:
+        ValueError: a faulty file or row; names file, row and what was expected.
+    """
+
+    def lines() -> Iterator[bytes]:
+        for where, (source, target) in table_rows(file, COLUMNS):
+            if not isinstance(source, bytes):
+                raise ValueError(f"{where}: {source!r:.60}, expected an expression")
+            yield b"%s\t%d" % (source, class_of(where, target, _CLASSES))
+
+    rows = lines()
+    chunks = iter(lambda: list(itertools.islice(rows, LINES_PER_CHUNK)), [])
+    jobs = ((str(file), i * LINES_PER_CHUNK, lines, "row") for i, lines in enumerate(chunks))
+    for checked in map_in_order(_check_lines, jobs, num_workers):
+        yield from checked
 
 
 def _lines(stream: BinaryIO, file: Path) -> Iterator[bytes]:
@@ -360,14 +444,16 @@ def _values(source: bytes) -> bytes:
     raise ValueError(f"unknown token {_show(unknown)}, expected one of {' '.join(SYMBOLS)}")
 
 
-def _check_lines(file: str, first_line: int, lines: list[bytes]) -> list[tuple[bytes, int]]:
-    """Raw values and label of each line; `file` and `first_line` are for messages."""
+def _check_lines(
+    file: str, first_line: int, lines: list[bytes], unit: str = "line"
+) -> list[tuple[bytes, int]]:
+    """Raw values and label of each line; `file`, `first_line` and `unit` are for messages."""
     rows = []
     for number, line in enumerate(lines, first_line):
         try:
             rows.append(_check_row(line.removesuffix(b"\n").removesuffix(b"\r")))
         except ValueError as error:
-            raise ValueError(f"{file}, line {number}: {error}") from None
+            raise ValueError(f"{file}, {unit} {number}: {error}") from None
     return rows
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from lra.files import replacing
 from lra.task import SPLITS, Example
+from lra.tasks.beside import unread
 from lra.tasks.generated import GeneratedTask
 from lra.tasks.pathfinder_files import (
     NAMES_SHOWN,
@@ -161,6 +162,18 @@ class Pathfinder(GeneratedTask):
         level = self._level
         return [*self._index.metadata, *(level / row.path for row in self._index.listed)]
 
+    def left_out(self) -> list[str]:
+        """What lies beside the metadata, and in other folders of this size."""
+        if self.kind != "files":
+            return []
+        found = [path for path in self._unread(with_root=False) if path.name not in LEVELS.values()]
+        used = self._level
+        return self._index.left_out + [
+            f"{path}: not what is read"
+            for path in found
+            if not (path.is_relative_to(used) or used.is_relative_to(path))
+        ]
+
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content.
 
@@ -297,6 +310,20 @@ class Pathfinder(GeneratedTask):
             )
         return self._folder
 
+    def _unread(self, with_root: bool = True) -> list[Path]:
+        """What is in folders of this size, whatever it is, or is called as if it were meant so."""
+        own = [(self._root / prefix / self._level_name).parent for prefix in PREFIXES]
+        shared = [self._root / prefix for prefix in PREFIXES]
+        own.append(self._root / "pathfinder")
+        if self.path is not None and with_root:
+            own.append(self._root)
+        names = rf"pathfinder{self.resolution}(?![0-9]).*|pathfinder\..*|curv_.*"
+        if self.resolution == 128:
+            names += r"|path-?x\b.*"
+        found = unread(own, shared, names)
+        sides = {f"pathfinder{side}" for side in (32, 64, 128, 256)}
+        return [path for path in found if path.name not in sides]
+
     def _candidates(self) -> list[Path]:
         nested = [self._root / prefix / self._level_name for prefix in PREFIXES]
         if self.path is None:
@@ -327,8 +354,10 @@ class Pathfinder(GeneratedTask):
                 "folder to use"
             )
         if not found:
-            self.refuse_archive(
-                root, f"a folder with metadata and imgs, or one that has {self._level_name}"
+            expected = f"a folder with metadata and imgs, or one that has {self._level_name}"
+            self.refuse_archive(root, expected)
+            self.refuse_unread(
+                self._unread(), f"{self._level_name}/ with metadata and imgs (task.difficulty)"
             )
         return next(iter(found.values()), None)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import struct
 import zlib
 from functools import lru_cache
@@ -40,6 +41,7 @@ TRUTH_COLUMNS = (
     "origin1_y", "origin1_x", "terminal1_y", "terminal1_x", "margin", "distractors",
 )  # fmt: skip
 
+_BATCH = re.compile(r"(?!.*(?:-checkpoint|[-_.](?:copy|bak|backup|old|orig))$)[\w-]+")
 _PNG = b"\x89PNG\r\n\x1a\n"
 _COLOURS = {0: "grey", 2: "RGB", 3: "palette", 4: "grey and alpha", 6: "RGB and alpha"}
 _LABELS = {"0": 0, "1": 1, "0.0": 0, "1.0": 1}
@@ -60,6 +62,7 @@ class Index(NamedTuple):
     metadata: list[Path]
     listed: list[Listed]
     unlisted: list[str]
+    left_out: list[str]  # files beside the metadata's, with the reason
 
 
 def index_level(level: Path) -> Index:
@@ -72,10 +75,12 @@ def index_level(level: Path) -> Index:
     folder = level / "metadata"
     if not folder.is_dir():
         raise ValueError(f"{level}: has no folder metadata; expected imgs and metadata")
-    metadata = sorted(
-        (f for f in folder.iterdir() if f.suffix == ".npy" and not f.name.startswith(".")),
-        key=_batch_order,
-    )
+    metadata, left_out = [], []
+    for file in sorted(folder.iterdir(), key=_batch_order):
+        if file.suffix == ".npy" and _BATCH.fullmatch(file.stem):
+            metadata.append(file)
+        elif ".npy" in file.name:
+            left_out.append(f"{file}: not called <batch>.npy")
     if not metadata:
         raise ValueError(f"{folder}: no files <batch>.npy")
     listed = [row for file in metadata for row in read_metadata(file)]
@@ -104,7 +109,7 @@ def index_level(level: Path) -> Index:
             f"{', ...' if len(missing) > NAMES_SHOWN else ''}; unpack the release again"
         )
     unlisted = sorted(path for path in present - lines.keys() if path.endswith(".png"))
-    return Index(metadata, listed, unlisted)
+    return Index(metadata, listed, unlisted, left_out)
 
 
 def read_metadata(file: Path) -> list[Listed]:
@@ -138,6 +143,8 @@ def read_metadata(file: Path) -> list[Listed]:
 
 def _parse_line(line: str) -> tuple[str, int]:
     """Path and label of a line."""
+    if "\r" in line.removesuffix("\r"):
+        raise ValueError(f"a carriage return within {line[:80]!r}; expected lines that end in LF")
     columns = line.split()
     if len(columns) < 4:
         raise ValueError(

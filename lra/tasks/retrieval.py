@@ -5,8 +5,10 @@ release of Long Range Arena (Tay et al. 2020, section 2.2.3, arXiv:2011.04006). 
 10,000 bytes as the benchmark's loader does, then to `max_length` = 4,000; id = byte + 1.
 
 A file has no header and no quoting: a row ends at a line feed and a column at a tab, whatever the
-documents hold. Texts are written as Python bytes literals (`b'...'`), which the benchmark feeds to
-its models as they stand, prefix, quotes and escapes included; see `Retrieval.decode_literals`.
+documents hold. Where every line of a file ends in CR LF, the carriage returns are none of the
+documents'; where only some do, they cannot be told from data and stay. Texts are written as Python
+bytes literals (`b'...'`), which the benchmark feeds to its models as they stand, prefix, quotes and
+escapes included; see `Retrieval.decode_literals`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.task import SPLITS, Example
-from lra.tasks.archives import is_archive
+from lra.tasks.archives import count_line_ends, is_archive, open_plain
+from lra.tasks.beside import similar
 from lra.tasks.sources import READER_VERSION, FileTask, Place, distinct
 
 FILES = {split: f"new_aan_pairs.{name}.tsv"
@@ -74,6 +77,10 @@ class Retrieval(FileTask):
     class_names: ClassVar[tuple[str, ...]] = ("no citation", "citation")
     official_sizes: ClassVar[dict[str, int]] = {"train": 147_086, "val": 18_090, "test": 17_437}
     what: ClassVar[str] = f"AAN pairs ({', '.join(FILES.values())})"
+    own_folders: ClassVar[tuple[str, ...]] = tuple(
+        name for name in FOLDERS if name.rsplit("/", 1)[-1] in ("tsv_data", "aan", "retrieval")
+    )
+    own_names: ClassVar[str] = r"new_aan_pairs.*|(?:tsv_data|aan|retrieval)\..*"
     remedy: ClassVar[str] = (
         "Get https://storage.googleapis.com/long-range-arena/lra_release.gz (8 GB, a tar archive) "
         "with `bash scripts/get_data.sh {data} release` and unpack it with "
@@ -99,12 +106,14 @@ class Retrieval(FileTask):
         """Every setting that shapes the content."""
         if self.source == "synthetic":
             return self.synthetic_settings()
-        return {
+        settings = {
             "source": "files",
             "reader": READER_VERSION,
             "decode_literals": self.decode_literals,
             "on_bad_row": self.on_bad_row,
         }
+        # Such files gave other documents before, so their caches have another name since.
+        return settings | ({"line_ends": "CR LF"} if self._has_returns() else {})
 
     def examples(self, split: str) -> Iterator[Example]:
         """Yield the pairs of a split in the order of its file.
@@ -116,10 +125,12 @@ class Retrieval(FileTask):
             yield from self._synthetic(split)
             return
         path = self._files_at(self.place)[SPLITS.index(split)]
-        with path.open("rb") as file:
+        end = self._line_end(path)
+        with open_plain(path) as file:
             number = 0
             while line := file.readline(MAX_ROW_BYTES + 1):
                 number += 1
+                line = line.removesuffix(end)
                 try:
                     yield parse_row(line, self.decode_literals)
                 except ValueError as error:
@@ -161,20 +172,51 @@ class Retrieval(FileTask):
             )
             yield Example(tuple(documents), label)
 
+    def _has_returns(self) -> bool:
+        """Whether the first line of one of the files ends in CR LF."""
+        for path in self.source_files():
+            with open_plain(path) as file:
+                if file.readline(MAX_ROW_BYTES + 1).endswith(b"\r\n"):
+                    return True
+        return False
+
+    def _line_end(self, path: Path) -> bytes:
+        """What ends each line of a file, see the module's head; a remark says what is odd."""
+        total, with_return = count_line_ends(path)
+        if not with_return:
+            return b"\n"
+        if with_return == total:
+            self.remarks.append(
+                f"{path.name}: all {total:,} lines end in CR LF, which is none of the documents'"
+            )
+            return b"\r\n"
+        self.remarks.append(
+            f"{path.name}: {with_return:,} of {total:,} lines end in CR LF, the others in LF: the "
+            f"{with_return:,} carriage returns are kept as data"
+        )
+        return b"\n"
+
+    def left_out(self) -> list[str]:
+        """Likewise; and files that are called almost like those that are read."""
+        if self.source == "synthetic":
+            return []
+        read = [path.name for path in self.source_files()]
+        return [*similar(self.place.path, read, r"new_aan_pairs"), *super().left_out()]
+
     def _tried(self) -> list[Path]:
         return [self.root / folder for folder in FOLDERS]
 
     def _places(self) -> list[Place]:
-        if self.root.is_file() and self.root.name in FILES.values():
+        if self.root.is_file() and self.root.name.removesuffix(".gz") in FILES.values():
             return [Place(self.root.parent, "folder")]
         return distinct(
             Place(folder, "folder")
             for folder in self._tried()
-            if any((folder / name).is_file() for name in FILES.values())
+            if any(_form(folder, name).is_file() for name in FILES.values())
         )
 
     def _files_at(self, place: Place) -> list[Path]:
-        files = [place.path / name for name in FILES.values()]
+        files = [_form(place.path, name) for name in FILES.values()]
         if missing := [file.name for file in files if not file.is_file()]:
             raise ValueError(
                 f"task 'retrieval': {place.path} has no {' and no '.join(missing)}; expected "
@@ -203,6 +245,12 @@ class Retrieval(FileTask):
         return super()._not_found()
 
 
+def _form(folder: Path, name: str) -> Path:
+    """A file as it is, or else compressed."""
+    packed = folder / f"{name}.gz"
+    return packed if packed.is_file() and not (folder / name).is_file() else folder / name
+
+
 def _other_names(folder: Path) -> str:
     """What files with similar names are, empty if there are none."""
     names = sorted(file.name for file in folder.glob("new_aan_pairs.*"))
@@ -212,7 +260,7 @@ def _other_names(folder: Path) -> str:
     if any("only_ids" in name for name in names):
         hint += "; files named only_ids have three columns, the text columns are missing"
     known = set(FILES.values())
-    others = [name for name in names if name not in known]
+    others = [name for name in names if name.removesuffix(".gz") not in known]
     return f"{hint} (found {', '.join(others)})" if others else ""
 
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from lra.task import SPLITS, Task
 from lra.tasks.archives import is_archive
-from lra.tasks.columnar import TableRow, arrow_rows, hub_tables, table_files, table_rows
+from lra.tasks.beside import listing, unread
+from lra.tasks.columnar import TableRow, arrow_rows, find_tables, hub_tables, table_rows
 
 READER_VERSION = 1  # raise it when the same files give other examples; part of the cache's name
 STAND_IN_VERSION = 1  # likewise for the synthetic stand-ins
@@ -43,6 +44,8 @@ class FileTask(Task):
 
     synthetic_sizes: ClassVar[dict[str, int]] = {"train": 2_000, "val": 200, "test": 200}
     what: ClassVar[str]  # the data in a few words, for messages
+    own_folders: ClassVar[tuple[str, ...]] = ()  # under the data folder, of this task alone
+    own_names: ClassVar[str] = "(?!)"  # what else is meant for this task, by its name: a pattern
     remedy: ClassVar[str]  # what to get and how; `{data}` is the data folder
 
     source: Literal["auto", "files", "hub", "synthetic"] = "auto"
@@ -127,6 +130,17 @@ class FileTask(Task):
             return []
         return self._files_at(self.place)
 
+    def left_out(self) -> list[str]:
+        """What lies beside the place that is read, in the folders that are searched."""
+        if self.source in ("hub", "synthetic"):
+            return []
+        taken = [place.path for place in self._places()]
+        return [
+            f"{path}: not what is read"
+            for path in self._unread(with_root=False)
+            if not any(path.is_relative_to(p) or p.is_relative_to(path) for p in taken)
+        ]
+
     def synthetic_settings(self) -> dict[str, Any]:
         """What shapes the stand-in."""
         sizes = {split: self._synthetic_size(split) for split in SPLITS}
@@ -150,6 +164,19 @@ class FileTask(Task):
     def _files_at(self, place: Place) -> list[Path]:
         """The files to read at a place, in a fixed order."""
 
+    def _unread(self, with_root: bool = True) -> list[Path]:
+        """What lies in the folders of this task alone, or is called as if it were meant for it.
+
+        The one that `path` names is such a folder, but where it has the data, it may be shared.
+        """
+        if not self.root.is_dir():
+            return []
+        own = [self.root / name for name in self.own_folders]
+        shared = [self.root / name for name in ("", "lra_release", "lra_release/lra_release")]
+        if self.path is not None and with_root:
+            own.append(self.root)
+        return unread(own, shared, self.own_names)
+
     @abstractmethod
     def _tried(self) -> list[Path]:
         """Every place that `_places` looks at."""
@@ -157,6 +184,8 @@ class FileTask(Task):
     def _not_found(self) -> ValueError:
         tried = ", ".join(str(path) for path in self._tried())
         missing = "" if self.root.exists() else f" ({self.root} does not exist)"
+        if found := self._unread():
+            missing = f", and cannot read what is there: {listing(found)}"
         return ValueError(
             f"task '{self.name}': found no {self.what}; tried {tried}{missing}. "
             f"{self.remedy.format(data=self.data_dir)} task.path names another place, "
@@ -178,6 +207,7 @@ class CorpusTask(FileTask):
     folders: ClassVar[tuple[str, ...]]  # under the data folder, in order of preference
     archives: ClassVar[tuple[str, ...]]
     columns: ClassVar[tuple[tuple[str, ...], ...]]  # of tables, each with its possible names
+    class_spellings: ClassVar[tuple[tuple[str, ...], ...]]  # spellings of each class in tables
 
     val_fraction: float = 0.1
     split_seed: int = 0
@@ -257,15 +287,21 @@ class CorpusTask(FileTask):
         ]
         found = [Place(path, "folder") for path in folders]
         found += [Place(path, "archive") for path in self._tried() if path.is_file()]
-        found += [Place(path, "table") for path in tables if table_files(path)]
+        found += [Place(path, "table") for path in tables if find_tables(path).files]
         return distinct(found)
+
+    def left_out(self) -> list[str]:
+        """Likewise; and tables beside the data's own."""
+        if self.source in ("hub", "synthetic") or self.place.form != "table":
+            return super().left_out()
+        return [*find_tables(self.place.path).left_out, *super().left_out()]
 
     def _files_at(self, place: Place) -> list[Path]:
         if place.form == "archive":
             return [place.path]
         if place.form == "folder":
             return self._files_in(place.path)
-        files = table_files(place.path)
+        files = find_tables(place.path).files
         return [file for split in ("train", "test") for file in files[split]]
 
     def _load(self) -> dict[str, list[Row]]:
@@ -295,7 +331,7 @@ class CorpusTask(FileTask):
             split: [
                 row for file in files for row in self._read_table(table_rows(file, self.columns))
             ]
-            for split, files in table_files(place.path).items()
+            for split, files in find_tables(place.path).files.items()
         }
 
 

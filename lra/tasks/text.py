@@ -21,13 +21,15 @@ import numpy as np
 
 from lra.task import Example
 from lra.tasks.archives import read_file, tar_members
-from lra.tasks.columnar import TableRow
+from lra.tasks.columnar import TableRow, class_of
 from lra.tasks.sources import CorpusTask, Row, held_out
 
 LABELS = {"neg": 0, "pos": 1}
+NO_REVIEW = "left out, not called NUMBER_RATING.txt"
 TREE = tuple(f"{split}/{name}" for split in ("train", "test") for name in LABELS)
 
-_MEMBER = re.compile(r"(?:[^/]+/)*((?:train|test)/(?:neg|pos))/([^./][^/]*\.txt)")
+_REVIEW = re.compile(r"[0-9]+(?:_[0-9]+)?\.txt")  # number and rating; not its copy or backup
+_MEMBER = re.compile(r"(?:[^/]+/)*((?:train|test)/(?:neg|pos))/([^/]*\.txt)")
 
 # The stand-in's letters: 5 of 8 are common to both classes, 3 of 8 tell the class.
 _COMMON = b" etaoinshrdlu .,"
@@ -79,7 +81,13 @@ class Text(CorpusTask):
         for folder in ("", "text/", "imdb/")
         for suffix in (".tar.gz", ".tar")
     )
+    own_folders: ClassVar[tuple[str, ...]] = tuple(name for name in folders if name)
+    own_names: ClassVar[str] = r"aclImdb.*|imdb\..*"
     columns: ClassVar[tuple[tuple[str, ...], ...]] = (("text",), ("label",))
+    class_spellings: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("neg", "negative"),
+        ("pos", "positive"),
+    )
 
     max_length: int = 4000
     validation: Literal["val", "test"] = "val"
@@ -140,6 +148,11 @@ class Text(CorpusTask):
         for label, length in zip(labels, lengths.tolist(), strict=True):
             yield Example((_LETTERS[label][rng.integers(0, 256, length, np.uint8)],), label)
 
+    def left_out(self) -> list[str]:
+        """Likewise; and what lies among the reviews."""
+        is_tree = self.kind == "files" and self.source != "hub" and self.place.form == "folder"
+        return [*(odd_files(self.place.path) if is_tree else []), *super().left_out()]
+
     def _has_folder(self, folder: Path) -> bool:
         return any((folder / name).is_dir() for name in TREE)
 
@@ -158,6 +171,9 @@ class Text(CorpusTask):
         for member, text in tar_members(archive, lambda name: bool(_MEMBER.fullmatch(name))):
             match = _MEMBER.fullmatch(member)
             assert match
+            if not _REVIEW.fullmatch(match[2]):
+                self.remarks.append(f"{archive}: member {member!r} {NO_REVIEW}")
+                continue
             if match[2] in texts[match[1]]:
                 raise ValueError(f"{archive}: member {member!r} is there in another folder too")
             texts[match[1]][match[2]] = text
@@ -175,16 +191,14 @@ class Text(CorpusTask):
         for where, (text, label) in rows:
             if not isinstance(text, bytes):
                 raise ValueError(f"{where}: text {text!r:.60}, expected a string")
-            if type(label) is not int or label not in (0, 1):
-                raise ValueError(f"{where}: label {label!r:.60}, expected 0 or 1")
-            reviews.append((text, label))
+            reviews.append((text, class_of(where, label, self.class_spellings)))
         return reviews
 
 
 def review_files(folder: Path) -> list[tuple[str, str]]:
     """Folder (of `TREE`) and path of every review of an `aclImdb` folder, ordered by number.
 
-    `unsup`, hidden files and whatever is not `*.txt` are left out.
+    `unsup` and whatever is not called NUMBER_RATING.txt is left out, see `odd_files`.
 
     Raises:
         ValueError: one of the four folders is missing or empty, or a review is no plain file.
@@ -196,18 +210,28 @@ def review_files(folder: Path) -> list[tuple[str, str]]:
         if path.is_dir():
             with os.scandir(path) as entries:
                 for entry in entries:
-                    if entry.name.endswith(".txt") and not entry.name.startswith("."):
+                    if _REVIEW.fullmatch(entry.name):
                         if not entry.is_file():
                             raise ValueError(f"{entry.path}: not a plain file")
                         files.append(entry.name)
         if not files:
             raise ValueError(
-                f"task 'text': {folder} has no reviews (*.txt) in {name}; expected some in each of "
-                f"{', '.join(TREE)}"
+                f"task 'text': {folder} has no reviews (NUMBER_RATING.txt) in {name}; expected "
+                f"some in each of {', '.join(TREE)}"
             )
         files.sort(key=_number)
         found += [(name, f"{path}{os.sep}{file}") for file in files]
     return found
+
+
+def odd_files(folder: Path) -> list[str]:
+    """Text files among the reviews of an `aclImdb` folder that are not called like one."""
+    return [
+        f"{file}: not called NUMBER_RATING.txt"
+        for name in TREE
+        for file in sorted((folder / name).glob("*.txt*"))
+        if not _REVIEW.fullmatch(file.name)
+    ]
 
 
 def _number(name: str) -> tuple[int, str]:
