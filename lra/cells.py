@@ -22,6 +22,7 @@ from lra.config import RunConfig, fill
 
 ROOT = Path(__file__).resolve().parent.parent
 REFUSED = 2
+LIMIT_S = 3600.0  # a cell takes minutes; a device that hangs takes for ever
 # The timer of lra/measure.py, and the kernel's way to say that memory ran out.
 ENDED_BY: dict[int, Status] = {-signal.SIGALRM: "too_slow", -signal.SIGKILL: "out_of_memory"}
 
@@ -38,13 +39,17 @@ def in_own_process(request: dict[str, Any]) -> dict[str, Any]:
         CellFailed: it failed in another way.
     """
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "lra.cells"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)},
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "lra.cells"],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)},
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise CellFailed(f"no answer within {LIMIT_S / 60:g} minutes") from None
     answer: dict[str, Any] = {}
     for line in done.stdout.splitlines():
         answer |= json.loads(line) if line.startswith("{") else {}

@@ -116,7 +116,7 @@ class HardwareConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one
     precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"  # of a step
     num_threads: int | None = None  # None: as PyTorch chooses
-    num_workers: int = 0  # processes that build batches; 0 builds them in the main process
+    num_workers: int = 0  # threads that build batches ahead; 0 builds each when it is needed
     micro_batch_size: int | None = None  # rows per forward pass; None: the whole batch
     compile: bool = False  # torch.compile: worth trying on a GPU, does not pay on a CPU
     activation_checkpointing: bool = False  # recompute layers in the backward pass; saves memory

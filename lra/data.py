@@ -11,8 +11,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import queue
+import sys
+import threading
+import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -25,6 +31,9 @@ if TYPE_CHECKING:
 ARRAYS = ("tokens", "offsets", "labels")
 PAD_MULTIPLE = 64  # batches pad to a multiple of this, so that kernels see few distinct lengths
 BUCKET_WINDOW = 64  # batches sorted by length together; larger wastes less padding, mixes less
+AHEAD = 4  # batches that each thread may be ahead of the training
+POLL_S = 0.5  # between looks at whether to go on waiting for a batch
+TELL_AFTER_S, GIVE_UP_AFTER_S = 60.0, 1800.0  # of waiting; a file server may need a restart
 
 
 @dataclass(frozen=True)
@@ -302,3 +311,71 @@ def eval_batches(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
     """Every example once, neighbours in length together, longest first; the last may be short."""
     order = np.argsort(-lengths, kind="stable")
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+
+
+def built_ahead(
+    build: Callable[[np.ndarray], Batch],
+    batches: Iterable[np.ndarray],
+    num_threads: int,
+    source: Path,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Batch]:
+    """`build(indices)` of each batch, in order, by threads that run ahead of the training.
+
+    Threads, since building is copying, during which numpy lets others run: processes would have
+    to send the batches through memory that containers give little of. With 0 threads the caller
+    builds. `check` is called while a batch from `source` is waited for, and may raise.
+
+    Raises:
+        TimeoutError: a batch did not come; names `source`. Errors of `build` come as they are.
+    """
+    if num_threads == 0:
+        yield from map(build, batches)
+        return
+    jobs: queue.SimpleQueue[tuple[np.ndarray, Future[Batch]] | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        while (job := jobs.get()) is not None:
+            indices, future = job
+            try:
+                future.set_result(build(indices))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(num_threads):
+        # Not of a pool, whose threads Python waits for at its end, also when a disk hangs.
+        threading.Thread(target=work, name="batches", daemon=True).start()
+    ahead: deque[Future[Batch]] = deque()
+    try:
+        for indices in batches:
+            ahead.append(Future())
+            jobs.put((indices, ahead[-1]))
+            if len(ahead) > AHEAD * num_threads:
+                yield _patiently(ahead.popleft(), source, check)
+        while ahead:
+            yield _patiently(ahead.popleft(), source, check)
+    finally:
+        for _ in range(num_threads):
+            jobs.put(None)
+
+
+def _patiently(future: Future[Batch], source: Path, check: Callable[[], None]) -> Batch:
+    """The result of `future`; a long wait is told of, and a very long one given up."""
+    started, told = time.monotonic(), False
+    while True:
+        try:
+            return future.result(timeout=POLL_S)
+        except TimeoutError:
+            if future.done():  # an error of the batch itself
+                return future.result()
+        check()
+        waited = time.monotonic() - started
+        if waited > TELL_AFTER_S and not told:
+            print(f"waiting for a batch from {source}: does its disk answer?",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            told = True
+        if waited > GIVE_UP_AFTER_S:
+            raise TimeoutError(
+                f"{source}: a batch could not be read within {GIVE_UP_AFTER_S / 60:g} minutes; "
+                "does its disk answer? The same command goes on"
+            )

@@ -5,12 +5,16 @@ In a single process the exchanges do nothing, so the trainer need not ask how ma
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import re
 import signal
 import socket
-import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(minutes=30)  # longest wait for another process, e.g. while it prepares data
+from lra.script import EXIT_INTERRUPTED
+from lra.stopping import STUCK_EARLY_S, end_if_stuck
+
+JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
+EXCHANGE_LIMIT = timedelta(minutes=30)  # longest wait for another process of the run
+TELL_AFTER_S = 30.0  # of waiting for another process
 GRACE_S = 60  # for the other processes to write a record after one has failed
 ACCOUNT_S = 2  # for the process that failed first to leave its traceback
 LAUNCHED = "LRA_LAUNCHED"  # set in processes that `launch` started
@@ -42,7 +51,8 @@ def is_main() -> bool:
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum over all processes, in place."""
     if dist.is_initialized():
-        dist.all_reduce(tensor)
+        with telling():
+            dist.all_reduce(tensor)
     return tensor
 
 
@@ -58,7 +68,8 @@ def gather(value: Any) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    with telling():
+        dist.all_gather_object(values, value)
     return values
 
 
@@ -67,24 +78,49 @@ def from_main(value: Any) -> Any:
     if not dist.is_initialized():
         return value
     values = [value]
-    dist.broadcast_object_list(values)
+    with telling():
+        dist.broadcast_object_list(values)
     return values[0]
 
 
 def adopt_slurm() -> None:
-    """Translate Slurm's variables into torch.distributed's, if Slurm started several tasks."""
+    """Translate Slurm's variables into torch.distributed's, if srun started this as one of several.
+
+    The script of a job of several tasks, and a shell in it, are told of these tasks as well, but
+    run once: only a step's variables say that there are others to meet.
+    """
     env = os.environ
-    if "RANK" in env or int(env.get("SLURM_NTASKS", "1")) < 2 or "SLURM_PROCID" not in env:
+    if "RANK" in env:
         return
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", env.get("SLURM_JOB_NODELIST", "")],
-        capture_output=True, text=True, check=True,
-    ).stdout.split()  # fmt: skip
-    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_NTASKS"]
+    num_tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks < 2 or "SLURM_PROCID" not in env:
+        if int(env.get("SLURM_NTASKS", "1")) > 1:
+            _say_once(
+                f"note: Slurm's job has {env['SLURM_NTASKS']} tasks, but srun did not start this "
+                "process, so it runs alone; to use all: srun python run.py ..."
+            )
+        return
+    nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], str(num_tasks)
     env["LOCAL_RANK"] = env.get("SLURM_LOCALID", "0")
-    env["MASTER_ADDR"] = hosts[0]
-    # The same for all tasks of a job, and different for most jobs that share a node.
-    env["MASTER_PORT"] = str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000)
+    env.setdefault("MASTER_ADDR", first_node(nodes))
+    # The same for all tasks of a step, and different for most steps that share a node.
+    job, step = int(env.get("SLURM_JOB_ID", "0")), int(env.get("SLURM_STEP_ID", "0"))
+    env.setdefault("MASTER_PORT", str(20_000 + (job + 101 * step) % 20_000))
+
+
+def first_node(nodes: str) -> str:
+    """The first host of Slurm's notation: node[07-09,12],gpu1 -> node07.
+
+    Written out here since containers often lack `scontrol`, which expands the rest.
+    """
+    outside = re.match(r"(?:[^\[,]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", outside[0] if outside else "")
+
+
+@functools.cache  # jobs of a sweep share a process
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def is_worker() -> bool:
@@ -107,10 +143,46 @@ def give_back_to_queue() -> None:
 
 
 def join(device_type: str) -> None:
-    """Meet the other processes, if there are any; once per process."""
-    if is_worker() and not dist.is_initialized():
-        backend = "nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=TIMEOUT)
+    """Meet the other processes, if there are any; once per process.
+
+    Raises:
+        OSError: they were not all there within JOIN_LIMIT.
+    """
+    if not is_worker() or dist.is_initialized():
+        return
+    env = os.environ
+    where = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+    awaited = f"waiting for {env['WORLD_SIZE']} processes to meet at {where}"
+    watch_no_more = end_if_stuck(STUCK_EARLY_S)
+    if env.get("RANK") == "0":
+        print(f"{awaited}, at most {JOIN_LIMIT.seconds // 60} minutes", file=sys.stderr, flush=True)
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    try:
+        with telling(f"rank {env.get('RANK')}: {awaited}"):
+            store, number, count = next(dist.rendezvous("env://", timeout=JOIN_LIMIT))
+            dist.init_process_group(
+                backend, store=store, rank=number, world_size=count, timeout=EXCHANGE_LIMIT
+            )
+    except (RuntimeError, ValueError) as error:
+        watch_no_more()
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise OSError(
+            f"{awaited}: they did not ({reason}); start all of them with srun or torchrun, or "
+            "unset RANK and WORLD_SIZE to run this one alone"
+        ) from None
+
+
+@contextlib.contextmanager
+def telling(text: str | None = None) -> Iterator[None]:
+    """Say what is waited for, if the block takes long."""
+    text = text or f"rank {rank()}: waiting for the other processes of this run"
+    timer = threading.Timer(TELL_AFTER_S, print, [text], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
@@ -134,7 +206,7 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
     forwarded = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         forwarded.append(signal.SIGHUP)
-    received = set()
+    received: set[int] = set()
 
     def forward(number: int, _frame: object) -> None:
         received.add(number)
@@ -149,6 +221,10 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
     except mp.ProcessRaisedException as error:
         raise RuntimeError(str(error).strip()) from None
     except mp.ProcessExitedException as error:
+        if received:  # before the training, or without a way to save
+            names = ", ".join(signal.Signals(s).name for s in sorted(received))
+            print(f"stopped by {names}", file=sys.stderr, flush=True)
+            sys.exit(EXIT_INTERRUPTED)
         raise RuntimeError(f"process of rank {error.error_index} ended: {error}") from None
     finally:
         for s, handler in before.items():

@@ -12,6 +12,7 @@ from torch import nn
 
 from lra import distributed
 from lra.config import HardwareConfig
+from lra.data import Batch
 
 DEFAULT_THREADS = torch.get_num_threads()  # so that no job of a sweep inherits another's choice
 
@@ -83,13 +84,19 @@ class Hardware:
         devices = [self.device] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
-    def without_exchange(
-        self, model: object, wanted: bool
-    ) -> contextlib.AbstractContextManager[object]:
-        """Leave gradients where they are, for all but the last part of a batch."""
-        if wanted and isinstance(model, nn.parallel.DistributedDataParallel):
-            return model.no_sync()
-        return contextlib.nullcontext()
+    def exchange(self, model: object, wanted: bool) -> contextlib.AbstractContextManager[object]:
+        """For a backward pass: add gradients up over the processes, or, for all but the last part
+        of a batch, leave them where they are."""
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            return contextlib.nullcontext()
+        return distributed.telling() if wanted else model.no_sync()
+
+    def pin(self, batch: Batch) -> Batch:
+        """The batch where the device can fetch it while the host goes on; in any thread."""
+        if self.device.type != "cuda":
+            return batch
+        torch.cuda.set_device(self.device)  # a thread starts with the first one
+        return batch.pin_memory()
 
     def synchronize(self) -> None:
         """Wait until the device has done all work, so that a clock may be read."""

@@ -14,6 +14,7 @@ import json
 import os
 import shlex
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def make_logger(
         ValueError: the chosen logger's package is missing.
     """
     check_installed(config)
-    logger = Logger(config.name, say)
+    logger = Logger(config.name, say, config.timeout_s)
     with logger.harmless():
         if config.name == "wandb":
             logger.writer = WandbRun(config, run_id, run_dir, plain_config, say)
@@ -73,9 +74,13 @@ def make_logger(
 class Logger:
     """Passes rows of metrics.jsonl on, one entry a step; does nothing without a writer."""
 
-    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, say: Callable[[str], None], timeout_s: float = LoggerConfig.timeout_s
+    ) -> None:
         self.writer: WandbRun | TensorboardFiles | None = None
         self._name, self._say, self._broken = name, say, False
+        # A start online and, in vain, one offline; wandb keeps to its limits if its service lives.
+        self._limit_s = 2 * timeout_s + 10
         self._step = -1
         self._values: dict[str, float] = {}  # of that step, sent when the next one comes
 
@@ -111,13 +116,21 @@ class Logger:
 
     @contextlib.contextmanager
     def harmless(self) -> Iterator[None]:
-        """Turn the first error into a message, later ones into nothing."""
+        """Turn the first error into a message, later ones into nothing; nothing takes for ever."""
+        limit = threading.Timer(self._limit_s, _kill_service)
+        limit.daemon = True
+        if self._name == "wandb":
+            limit.start()
         try:
             yield
         except Exception as error:
             if not self._broken:
-                self._say(f"warning: {self._name}: {_brief(error)}; the run goes on without it")
+                in_vain = self._name == "wandb" and limit.finished.is_set()
+                reason = f"no answer within {self._limit_s:g} s" if in_vain else _brief(error)
+                self._say(f"warning: {self._name}: {reason}; the run goes on without it")
             self._broken = True
+        finally:
+            limit.cancel()
 
     def _send(self) -> None:
         if self.writer is not None and self._values:
@@ -257,6 +270,13 @@ def _stop_service() -> None:
 
     with contextlib.suppress(Exception, SystemExit):
         wandb.teardown()
+
+
+def _kill_service() -> None:
+    """End wandb's service process at once; whoever waits for its answer gets an error."""
+    with contextlib.suppress(Exception):  # there may be none, and these names are wandb's own
+        setup: Any = importlib.import_module("wandb.sdk.wandb_setup")
+        setup._singleton._connection._proc._process.kill()
 
 
 def _brief(error: Exception) -> str:

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import shutil
 import sys
 import tempfile
@@ -30,6 +31,9 @@ from lra.progress import counting
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
+BUILDER = "builder.txt"  # who is at it, in a cache that is being built
+BUILDER_IDLE_S = 3600.0  # without a write, after which it is not waited for; a download may take so
+TELL_AFTER_S = 1.0  # of waiting; most caches are ready by then
 NAMES_SHOWN = 5  # in a message
 # Errors of pipes, processes and memory, which say nothing of the files.
 NOT_OF_FILES = (
@@ -289,7 +293,7 @@ def prepare(task: Task, cache_dir: Path, *, num_workers: int | None = None) -> D
     Raises:
         ValueError: the source is missing or faulty, or a sequence is too long under `strict`.
         OSError: the cache cannot be written, e.g. the disk is full, or something cannot be read;
-            names it and the config's key.
+            names it and the config's key. Or whoever builds the cache stands still.
     """
     try:
         folder, fingerprint = cache_folder(task, cache_dir)
@@ -298,7 +302,7 @@ def prepare(task: Task, cache_dir: Path, *, num_workers: int | None = None) -> D
     try:
         if not _is_there(folder):
             check_writable(cache_dir, "paths.cache")
-            with locked(Path(f"{folder}.lock"), "paths.cache", waiting=lambda: None):
+            with locked(Path(f"{folder}.lock"), "paths.cache", waiting=_Patience(folder).check):
                 if not _is_there(folder):
                     _build(task, folder, fingerprint, num_workers or available_cores())
         return open_dataset(task, folder, fingerprint)
@@ -316,6 +320,55 @@ def _is_there(folder: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+class _Patience:
+    """With another process that builds `folder`: says so, and ends when that one stands still."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started = self.looked = time.monotonic()
+        self.since = time.time()  # by the clock that files are stamped with
+        self.told = False
+
+    def check(self) -> None:
+        """To be called while the lock is not free.
+
+        Raises:
+            OSError: the builder has written nothing for BUILDER_IDLE_S; says who it is.
+        """
+        now = time.monotonic()
+        if not self.told and now - self.started > TELL_AFTER_S:
+            print(f"waiting for {self._builder()} to prepare {self.folder}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            self.told = True
+        if now - self.started > BUILDER_IDLE_S and now - self.looked > BUILDER_IDLE_S / 60:
+            self.looked = now
+            idle = time.time() - self._last_written()
+            if idle > BUILDER_IDLE_S:
+                raise OSError(
+                    f"{self.folder}: {self._builder()} has the lock and has written nothing for "
+                    f"{idle / 60:.0f} minutes; end it, or choose another paths.cache"
+                )
+
+    def _places(self) -> Iterator[Path]:
+        """Where a cache is being built, by whatever user; see `_working_places`."""
+        for pattern in (f".{self.folder.name}.building*", f"{self.folder.name}.work*"):
+            yield from self.folder.parent.glob(pattern)
+
+    def _builder(self) -> str:
+        for place in self._places():
+            with contextlib.suppress(OSError):
+                return (place / BUILDER).read_text().strip()
+        return "another process"
+
+    def _last_written(self) -> float:
+        times = [self.since]
+        for place in self._places():
+            for folder in (place, *(place / split for split in SPLITS)):
+                with contextlib.suppress(OSError):
+                    times += [entry.stat().st_mtime for entry in os.scandir(folder)]
+        return max(times)
 
 
 def _working_places(folder: Path) -> tuple[Path, Path]:
@@ -464,6 +517,8 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
     }
     print(f"preparing {task.name} from {task.describe_source()}", file=sys.stderr, flush=True)
     try:
+        temporary.mkdir()
+        (temporary / BUILDER).write_text(f"process {os.getpid()} on {platform.node()}\n")
         for split in SPLITS:
             task.skipped[split] = []
             writer = SplitWriter(
@@ -499,6 +554,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
             print(f"  task '{task.name}': {remark}", file=sys.stderr)
         meta["seconds"] = round(time.monotonic() - started, 3)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        (temporary / BUILDER).unlink()
         shutil.rmtree(folder, ignore_errors=True)  # a cache without its meta.json
         os.replace(temporary, folder)
     except BaseException as error:

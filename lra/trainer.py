@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +20,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lra import checkpoint, distributed
 from lra.config import TrainConfig
-from lra.data import Batch, TokenArrays, train_batches
+from lra.data import Batch, TokenArrays, built_ahead, train_batches
 from lra.evaluate import Metrics, evaluate
 from lra.files import append, write_atomically
 from lra.hardware import Hardware
 from lra.optim import learning_rate, make_optimizer
 from lra.progress import Progress
 from lra.records import is_at_chance
-from lra.stopping import Interrupted, stop_on_signals
+from lra.stopping import STUCK_S, Interrupted, stop_on_signals
 from lra.task import Dataset
 
 UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
@@ -126,8 +125,9 @@ def train(
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
     batches = load_batches(
-        data.train, cfg, hardware, seed=seed, first_step=state.step + 1, pad_to=pad_to
-    )
+        data.train, cfg, hardware, seed=seed, first_step=state.step + 1, pad_to=pad_to,
+        check=lambda: stop.check(0 if is_alone else STUCK_S),
+    )  # fmt: skip
 
     def save() -> None:
         random_states = distributed.gather(checkpoint.random_states())
@@ -164,6 +164,18 @@ def train(
     recent: list[Step] = []  # steps whose losses are still on the device
     saved_at = window_start = time.monotonic()
     timed_from, window_steps, warned = state.step + UNTIMED_STEPS, 0, False
+
+    def settle() -> list[dict[str, Any]]:
+        """Read the losses back, account for the time of their steps and write their rows."""
+        nonlocal window_steps
+        rows = read_back(recent, state)
+        recent.clear()
+        if window_steps:
+            state.train_time_s += time.monotonic() - window_start
+            state.timed_steps += window_steps
+            window_steps = 0
+        write(rows)
+        return rows
 
     with stop_on_signals() as stop, progress.bar(cfg.num_steps, state.step) as bar:
         model.train()
@@ -211,7 +223,15 @@ def train(
             if window_steps == 0:
                 hardware.synchronize()
                 window_start = time.monotonic()
-            batch, size, num_tokens = next(batches)
+            try:
+                batch, size, num_tokens = next(batches)
+            except Interrupted as error:
+                if not is_alone:  # the others are at the next step already, so nobody can save
+                    raise
+                if recent:
+                    settle()
+                save()
+                raise Interrupted(f"{error} at step {state.step}", error.cause) from None
             state.step += 1
             lr = learning_rate(state.step, cfg)
             for group in optimizer.param_groups:
@@ -259,13 +279,7 @@ def train(
                 else:
                     bar.advance(state.step)
                 continue
-            rows = read_back(recent, state)
-            recent.clear()
-            if window_steps:
-                state.train_time_s += time.monotonic() - window_start
-                state.timed_steps += window_steps
-                window_steps = 0
-            write(rows)
+            rows = settle()
             bad = next((r for r in rows if not math.isfinite(r["loss"])), None)
             if bad:
                 raise Diverged(f"step {bad['step']}: the loss is {bad['loss']}; {REMEDY}")
@@ -302,7 +316,7 @@ def accumulate(
     hits = torch.zeros((), device=hardware.device, dtype=torch.int64)
     parts = list(batch.split(micro_batch_size))
     for i, micro in enumerate(parts):
-        with hardware.without_exchange(forward, i < len(parts) - 1):
+        with hardware.exchange(forward, i == len(parts) - 1):
             with hardware.autocast():
                 logits_BC = forward(micro.tokens_BSL, micro.lengths_BS)
             losses_B = F.cross_entropy(logits_BC.float(), micro.labels_B, reduction="none")
@@ -375,10 +389,12 @@ def load_batches(
     seed: int,
     first_step: int,
     pad_to: int | None,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[Batch, int, int]]:
     """This process's part of each batch, on the device; size and real tokens of the whole batch.
 
-    The same whatever the number of workers.
+    The same whatever the number of threads that build them. `check` is called while a batch is
+    waited for, and may raise.
     """
     rank, world = distributed.rank(), distributed.world_size()
 
@@ -388,26 +404,13 @@ def load_batches(
             first_step=first_step, last_step=cfg.num_steps,
         )  # fmt: skip
 
-    workers = hardware.config.num_workers
-    batches: Iterable[Batch] = DataLoader(
-        _Batches(split, pad_to),
-        sampler=(whole[rank::world] for whole in order()),
-        batch_size=None,
-        num_workers=workers,
-        prefetch_factor=4 if workers else None,
-        pin_memory=hardware.device.type == "cuda",
-        generator=torch.Generator(),  # leaves the run's own random state alone
-    )
+    def build(indices: np.ndarray) -> Batch:
+        return hardware.pin(split.batch(indices, pad_to))
+
+    parts = (whole[rank::world] for whole in order())
+    batches = built_ahead(build, parts, hardware.config.num_workers, split.folder, check)
     for whole, batch in zip(order(), batches, strict=True):
         yield batch.to(hardware.device), len(whole), int(split.lengths_NS[whole].sum())
-
-
-class _Batches(torch.utils.data.Dataset):
-    def __init__(self, split: TokenArrays, pad_to: int | None) -> None:
-        self.split, self.pad_to = split, pad_to
-
-    def __getitem__(self, indices: np.ndarray) -> Batch:
-        return self.split.batch(indices, self.pad_to)
 
 
 def read_back(recent: list[Step], state: State) -> list[dict[str, Any]]:

@@ -186,7 +186,7 @@ def report(names: list[str], sides: list[Side]) -> str:
     lines.append("The difference stands out from the noise." if result.clear
                  else "The difference cannot be told from noise.")  # fmt: skip
     for name, side, cell in zip(names, sides, cells, strict=True):
-        lines.append(f"taken     {name}: {', '.join(r.run_id for r in cell.runs)}; {side.why}")
+        lines.append(f"taken     {name}: {', '.join(r.name for r in cell.runs)}; {side.why}")
         reasons = [f"{reason}: {count}" for reason, count in sorted(side.left_out.items())]
         if alone := sorted(side.runs.keys() - set(seeds)):
             reasons.append(f"no such seed of the other model: {', '.join(map(str, alone))}")

@@ -36,6 +36,7 @@ text_md5=${LRA_TEXT_MD5:-7c2ac02c03563afcf9b574c7e56c153a}
 image_url=${LRA_IMAGE_URL:-https://www.cs.toronto.edu/~kriz}
 image_md5=${LRA_IMAGE_MD5:-c58f30108f718f92721af3b95e74349a}
 release_url=${LRA_RELEASE_URL:-https://storage.googleapis.com/long-range-arena}
+limits=(--connect-timeout 20 --speed-limit 1 --speed-time 60) # a minute without a byte is an error
 release_md5=${LRA_RELEASE_MD5:-} # none is published; the file must begin as gzip does, 1f8b
 
 md5() {
@@ -59,11 +60,11 @@ fetch() {
   # continue such a file.
   if [ ! -e "$part" ] || [ -z "$expected" ] || [ "$(md5 "$part")" != "$expected" ]; then
     echo "$file: from $url/$name"
-    curl -fL --retry 3 --connect-timeout 20 -C - -o "$part" "$url/$name" || status=$?
+    curl -fL --retry 3 "${limits[@]}" -C - -o "$part" "$url/$name" || status=$?
     if [ "$status" -eq 33 ]; then # this server cannot continue a file
       rm -f "$part"
       status=0
-      curl -fL --retry 3 --connect-timeout 20 -o "$part" "$url/$name" || status=$?
+      curl -fL --retry 3 "${limits[@]}" -o "$part" "$url/$name" || status=$?
     fi
     if [ "$status" -ne 0 ]; then
       echo "$file: download failed (curl exit code $status); run this again to go on" >&2

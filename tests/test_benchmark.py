@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lra import papers, peers
+from lra import cells, papers, peers
 from lra.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
 from lra.breakdown import ORDER, Roofline, breakdown, breakdown_table, count
 from lra.cells import CellFailed, in_own_process
@@ -96,6 +96,12 @@ def test_a_step_that_takes_too_long_is_marked(script: ModuleType) -> None:
 def test_a_cell_that_needs_too_much_memory_is_marked(script: ModuleType) -> None:
     request = CALL | {"config": values(script, "textbook", 2048), "max_memory_gb": 0.02}
     assert in_own_process(request)["measured"]["status"] == "out_of_memory"
+
+
+def test_a_cell_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "LIMIT_S", 0.05)
+    with pytest.raises(CellFailed, match="no answer within"):
+        in_own_process({})
 
 
 def test_what_fails_otherwise_is_an_error_and_earlier_cells_are_kept(

@@ -6,13 +6,18 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import lra.files
 import lra.task
+from lra import data
 from lra.data import Batch, TokenArrays, epoch_order, eval_batches, train_batches
 from lra.files import append
 from lra.task import fingerprint_files, prepare, stratified, verify
@@ -372,3 +377,121 @@ def test_a_full_disk_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not [p for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"]
     monkeypatch.undo()
     assert len(toy_data(tmp_path).train) == SIZES["train"]
+
+
+# --- batches ahead ---
+
+
+def ids(number: int) -> np.ndarray:
+    return np.array([number])
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_batches_built_ahead_come_in_order(num_threads: int, tmp_path: Path) -> None:
+    def slowly(indices: np.ndarray) -> Any:
+        time.sleep(0.002 * (indices[0] % 3))
+        return indices[0]
+
+    built = data.built_ahead(slowly, map(ids, range(40)), num_threads, tmp_path)
+    assert list(built) == list(range(40))
+
+
+def test_batches_take_no_process_and_no_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers have 64 MB of it, and a started process would get a copy of all tokens."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
+    train = toy_data(tmp_path).train
+    order = [*train_batches(train.lengths, 8, seed=0, bucketing=True, first_step=1, last_step=9)]
+    state = torch.get_rng_state()
+    for alone, ahead in zip(
+        map(train.batch, order), data.built_ahead(train.batch, order, 2, tmp_path), strict=True
+    ):
+        assert torch.equal(alone.tokens_BSL, ahead.tokens_BSL)
+        assert torch.equal(alone.lengths_BS, ahead.lengths_BS)
+        assert torch.equal(alone.labels_B, ahead.labels_B)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("error", [ValueError("damaged"), TimeoutError("of the disk itself")])
+def test_an_error_in_a_thread_is_the_callers(error: Exception, tmp_path: Path) -> None:
+    def fail(indices: np.ndarray) -> Any:
+        if indices[0] == 5:
+            raise error
+        return indices[0]
+
+    built = data.built_ahead(fail, map(ids, range(40)), 2, tmp_path)
+    assert [next(built) for _ in range(5)] == [0, 1, 2, 3, 4]
+    with pytest.raises(type(error), match=str(error)):
+        next(built)
+
+
+def test_a_batch_that_does_not_come_is_told_and_then_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seconds in {"POLL_S": 0.02, "TELL_AFTER_S": 0.05, "GIVE_UP_AFTER_S": 0.3}.items():
+        monkeypatch.setattr(data, name, seconds)
+    answer, asked = threading.Event(), []
+
+    def hang(indices: np.ndarray) -> Any:
+        return answer.wait(20)
+
+    started = time.monotonic()
+    built = data.built_ahead(hang, [ids(0)], 1, tmp_path, lambda: asked.append(1))
+    with pytest.raises(TimeoutError, match=f"{tmp_path}: a batch could not be read"):
+        next(built)
+    answer.set()
+    assert len(asked) > 2 and time.monotonic() - started < 10
+    assert capsys.readouterr().err.count(f"waiting for a batch from {tmp_path}") == 1
+
+
+# --- waiting for a builder ---
+
+
+def test_who_waits_for_a_builder_says_for_whom_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = lra.task.cache_folder(toy(tmp_path), tmp_path / "cache")
+    building = folder.with_name(f".{folder.name}.building")
+    building.mkdir(parents=True)
+    (building / lra.task.BUILDER).write_text("process 7 on node3\n")
+    monkeypatch.setattr(lra.task, "TELL_AFTER_S", 0.0)
+    monkeypatch.setattr(lra.files, "LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(lra.task, "BUILDER_IDLE_S", 0.3)
+    with (
+        lra.files.locked(Path(f"{folder}.lock"), "paths.cache"),
+        pytest.raises(OSError, match="process 7 on node3 has the lock and has written nothing"),
+    ):
+        toy_data(tmp_path)
+    assert capsys.readouterr().err == f"waiting for process 7 on node3 to prepare {folder}\n"
+    made = toy_data(tmp_path)  # the lock is free, what the builder left means nothing
+    assert made.folder == folder and not list(folder.rglob("*.txt")) and not building.exists()
+
+
+def test_a_builder_that_goes_on_writing_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = lra.task.cache_folder(toy(tmp_path), tmp_path / "cache")
+    work = folder.with_name(f"{folder.name}.work")
+    work.mkdir(parents=True)
+    monkeypatch.setattr(lra.files, "LOCK_POLL_S", 0.01)
+    monkeypatch.setattr(lra.task, "BUILDER_IDLE_S", 0.4)
+    locked = threading.Event()
+
+    def build() -> None:
+        with lra.files.locked(Path(f"{folder}.lock"), "paths.cache"):
+            locked.set()
+            for i in range(12):
+                (work / f"{i}.npy").touch()
+                time.sleep(0.1)
+
+    builder = threading.Thread(target=build)
+    builder.start()
+    locked.wait(20)
+    assert toy_data(tmp_path).folder == folder
+    builder.join()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -141,38 +143,147 @@ def test_torchrun_starts_it_as_well(tmp_path: Path) -> None:
     assert process.stdout.count("val accuracy") == 2  # two evaluations, told once
 
 
-def test_slurm_variables_become_those_of_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = tmp_path / "scontrol"
-    fake.write_text("#!/bin/sh\necho node7\necho node8\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RENDEZVOUS:
+        monkeypatch.setenv(name, "")  # so that it is taken away again
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("no_rendezvous")
+def test_slurm_variables_become_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {
         "SLURM_NTASKS": "8",
+        "SLURM_STEP_NUM_TASKS": "8",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "node[07-08]",
+        "SLURM_JOB_NODELIST": "node[05-08]",
         "SLURM_PROCID": "5",
         "SLURM_LOCALID": "1",
         "SLURM_JOB_ID": "123456",
+        "PATH": "",  # no scontrol
     }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(name, "")  # so that it is taken away again
-        monkeypatch.delenv(name)
     for name, value in values.items():
         monkeypatch.setenv(name, value)
     distributed.adopt_slurm()
-    got = {
-        k: os.environ[k] for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    }
-    assert got == {
+    assert {name: os.environ[name] for name in RENDEZVOUS} == {
         "RANK": "5",
         "WORLD_SIZE": "8",
         "LOCAL_RANK": "1",
-        "MASTER_ADDR": "node7",
+        "MASTER_ADDR": "node07",
         "MASTER_PORT": "23456",
     }
-    for name in got:
-        os.environ.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("gpu-a,gpu-b", "gpu-a"),
+        ("node[7-8]", "node7"),
+        ("node[007,012-019],login", "node007"),
+        ("rack[2-3]n[04,06]", "rack2n04"),
+        ("n[1,3]-ib,x", "n1-ib"),
+        ("", ""),
+    ],
+)
+def test_the_first_node_of_slurms_notation(nodes: str, first: str) -> None:
+    assert distributed.first_node(nodes) == first
+
+
+@pytest.mark.usefixtures("no_rendezvous")
+@pytest.mark.parametrize("step", [None, "1"])
+def test_a_job_of_several_tasks_without_srun_runs_alone_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], step: str | None
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")  # which the script of a job has as well
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    if step:
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", step)
+    distributed._say_once.cache_clear()
+    for _ in range(2):
+        distributed.adopt_slurm()
+        assert not distributed.is_worker() and "RANK" not in os.environ
+    err = capsys.readouterr().err
+    assert err.count("runs alone") == 1 and "4 tasks" in err and "srun python run.py" in err
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def rendezvous(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port()}  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_rendezvous")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_that_do_not_come_are_an_error_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    for name, value in rendezvous(rank).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "JOIN_LIMIT", timedelta(seconds=1))
+    monkeypatch.setattr(distributed, "TELL_AFTER_S", 0.3)
+    with pytest.raises(OSError, match=r"waiting for 2 processes to meet at .*: they did not \("):
+        distributed.join("cpu")
+    assert "waiting for 2 processes to meet" in capsys.readouterr().err
+    assert signal.set_wakeup_fd(-1) == -1  # nothing watches on
+
+
+def test_a_signal_ends_the_waiting_for_others() -> None:
+    code = (
+        "import signal, sys\n"
+        "from lra import distributed\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('in Python'))\n"
+        "distributed.join('cpu')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        env=os.environ | rendezvous(0),
+    )  # fmt: skip
+    assert process.stderr is not None
+    assert "waiting for 2 processes to meet" in process.stderr.readline()
+    time.sleep(0.3)  # until it waits
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 75 and "stopped by SIGTERM" in err
+
+
+def test_a_long_exchange_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(distributed, "TELL_AFTER_S", 0.05)
+    with distributed.telling():
+        time.sleep(0.3)
+    assert capfd.readouterr().err == "rank 0: waiting for the other processes of this run\n"
+    monkeypatch.setattr(distributed, "TELL_AFTER_S", 0.2)
+    with distributed.telling():
+        pass
+    time.sleep(0.3)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_signal_before_the_training_ends_processes_with_its_code() -> None:
+    code = (
+        "import threading, os, signal, time\n"
+        "from lra import distributed\n"
+        "if __name__ == '__main__':\n"
+        "    threading.Timer(8, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
+        "    distributed.launch(time.sleep, 2, 100)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 75 and "stopped by SIGTERM" in done.stderr, done.stderr
 
 
 def test_jobs_side_by_side_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

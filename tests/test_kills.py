@@ -22,7 +22,7 @@ SEED = random.SystemRandom().randrange(2**32)  # printed by pytest if a test fai
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A process group of its own, so that a kill leaves no loader worker behind."""
+    """A process group of its own, so that a kill leaves no process behind."""
     return subprocess.Popen(
         [sys.executable, str(ROOT / "run.py"), *arguments], cwd=folder, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,

@@ -399,6 +399,22 @@ def test_a_dead_service_harms_neither_the_run_nor_the_next(wandb: Any, tmp_path:
     assert each_step_once(curve(tmp_path / "b", "b"))
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for the process in /proc")
+def test_a_service_that_does_not_answer_is_not_waited_for_for_ever(
+    wandb: Any, tmp_path: Path
+) -> None:
+    job = Job(tmp_path / "a", OFFLINE, "a")
+    job.logger._limit_s = 1.0
+    with job.logger:
+        job.train(1, 3)
+        (pid,) = service_pids()
+        os.kill(pid, signal.SIGSTOP)
+        job.logger.finish(RECORD, 0)
+    assert not service_pids()
+    (warning,) = [line for line in job.said if line.startswith("warning")]
+    assert warning == "warning: wandb: no answer within 1 s; the run goes on without it"
+
+
 class Service(ThreadingHTTPServer):
     """As much of the Weights & Biases service as a run and `wandb sync` talk to."""
 

@@ -78,6 +78,7 @@ RULES = [
     Rule(r"scripts/records.py validate", r"^\d\d+ files, 0 complaints$", is_fast=True),
     Rule(r"scripts/records.py merge", r"^0 records added, \d+ were here already$", is_fast=True),
     Rule(r"scripts/make_tables.py", r"\d+ records"),
+    Rule(r"scripts/use_model.py outputs/RUN_ID", r"^\d( \(it is \d\))?  <-  \[M"),
     Rule(r"scripts/prepare_data.py task=listops", r"^listops: .*\[generated\](.*\n)*train 1 label",
          "task.num_train=64 task.num_val=16 task.num_test=16"),
     Rule(r"scripts/prepare_data.py task=text", r"^text: small/aclImdb \[files\](.*\n)*train 1 ",

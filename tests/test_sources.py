@@ -477,6 +477,18 @@ def test_a_killed_download_leaves_nothing_under_the_final_name(tmp_path: Path) -
     assert (tmp_path / "aclImdb_v1.tar.gz").read_bytes() == TEXT
 
 
+def test_a_download_that_stalls_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "curl").write_text('#!/bin/sh\necho "$@" >> "$0.asked"\nexit 33\n')
+    (tmp_path / "curl").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run(["bash", str(SCRIPT), str(tmp_path / "data"), "text"], env=environment,
+                   capture_output=True)  # fmt: skip
+    asked = (tmp_path / "curl.asked").read_text().splitlines()
+    assert len(asked) == 2  # once to continue, once anew
+    for line in asked:
+        assert "--connect-timeout 20 --speed-limit 1 --speed-time 60 " in line
+
+
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     done = get_data(tmp_path, "listops", "http://127.0.0.1:9")
     assert done.returncode == 2

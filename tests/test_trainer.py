@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from lra import checkpoint
 from lra.cli import CONFIGS, compose_config, typed
 from lra.config import HardwareConfig
+from lra.data import Batch, TokenArrays
 from lra.evaluate import evaluate
 from lra.hardware import Hardware
 from lra.stopping import Interrupted
@@ -138,6 +140,37 @@ def test_a_signal_saves_and_the_next_start_ends_as_if_never_stopped(
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
     assert resumed.state.curve == whole.state.curve
     assert (resumed.step, resumed.test.accuracy) == (whole.step, whole.test.accuracy)
+
+
+@pytest.mark.parametrize("at", [0, 4, 7])
+def test_a_signal_ends_the_wait_for_a_batch_without_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    data = toy_data(tmp_path)
+    run(tmp_path / "whole", data)
+    built, answer = 0, threading.Event()
+
+    def hangs(split: TokenArrays, *arguments: Any) -> Batch:
+        nonlocal built
+        if threading.current_thread() is not threading.main_thread():
+            built += 1
+            if built > at:
+                threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+                answer.wait(20)
+        return batch(split, *arguments)
+
+    batch = TokenArrays.batch
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenArrays, "batch", hangs)
+        threaded = replace(CPU, num_workers=1)
+        started = time.monotonic()
+        with pytest.raises(Interrupted, match=f"stopped by SIGTERM at step {at}$"):
+            run(tmp_path / "cut", data, hardware=threaded)
+        assert time.monotonic() - started < 10
+        answer.set()
+    run(tmp_path / "cut", data)
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
 
 class Killed(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import threading
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+JOB_LIMIT_S = 3600.0  # no job takes more than minutes, unless it reads from a disk that hangs
+
 
 def map_in_order(
     function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], num_workers: int
@@ -22,33 +25,54 @@ def map_in_order(
     """`function(*job)` of each job, in order; takes few jobs at a time, so they may be endless.
 
     Raises:
-        OSError: a process was ended from outside.
+        OSError: a process was ended from outside, or a job took longer than JOB_LIMIT_S.
     """
     if num_workers <= 1:
         yield from itertools.starmap(function, jobs)
         return
+    others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(num_workers, initializer=_follow_parent) as pool:
         running: deque[Future[Result]] = deque()
         try:
             for job in jobs:
                 running.append(pool.submit(function, *job))
                 if len(running) > 2 * num_workers:
-                    yield running.popleft().result()
+                    yield _result(running.popleft())
             while running:
-                yield running.popleft().result()
+                yield _result(running.popleft())
         except BrokenProcessPool:
             raise OSError(
                 f"one of {num_workers} worker processes was ended from outside, perhaps for want "
                 "of memory; try fewer"
             ) from None
+        except GeneratorExit:  # the caller has enough
+            raise
+        except BaseException:  # a signal, say: nobody wants what they are at
+            for process in set(multiprocessing.active_children()) - others:
+                process.kill()
+            raise
         finally:
             for future in running:
                 future.cancel()
 
 
+def _result(future: Future[Result]) -> Result:
+    try:
+        return future.result(timeout=JOB_LIMIT_S)
+    except TimeoutError:
+        if future.done():  # an error of the job itself
+            raise
+        raise OSError(
+            f"a worker process has not done its job within {JOB_LIMIT_S / 60:g} minutes; does the "
+            "disk answer that it reads from? The same command goes on"
+        ) from None
+
+
 def _follow_parent() -> None:
     """Leave interrupts to the parent, and end when it is killed instead of waiting for jobs."""
+    signal.set_wakeup_fd(-1)  # the parent's, where processes are forked
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Asked of the system, since not every launcher of jobs tells `multiprocessing` the parent.
     parent = os.getppid()
 

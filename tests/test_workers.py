@@ -1,0 +1,101 @@
+"""Processes that share the work of preparing data never keep their parent waiting for ever."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lra.tasks import workers
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_jobs_that_take_long(number: int) -> None:
+    def terminate(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, terminate)
+    results = workers.map_in_order(time.sleep, [(0,), *[(60,)] * 5], 2)
+    next(results)
+    started = time.monotonic()
+    threading.Timer(0.2, os.kill, [os.getpid(), number]).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(results)
+    assert time.monotonic() - started < 10
+    assert not multiprocessing.active_children()
+
+
+def test_a_job_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "JOB_LIMIT_S", 0.3)
+    started = time.monotonic()
+    with pytest.raises(OSError, match="a worker process has not done its job within"):
+        list(workers.map_in_order(time.sleep, [(60,)] * 3, 2))
+    assert time.monotonic() - started < 10
+    assert not multiprocessing.active_children()
+
+
+def _expire() -> None:
+    raise TimeoutError("of the job itself")
+
+
+def test_an_error_of_a_job_is_told_as_it_is() -> None:
+    with pytest.raises(TimeoutError, match="of the job itself"):
+        list(workers.map_in_order(_expire, [()] * 3, 2))
+
+
+SPAWNED = """
+import multiprocessing, pathlib, pickle, sys
+from multiprocessing import reduction
+from lra.task import prepare
+from lra.tasks import pathfinder
+from lra.tasks.listops import ListOps
+
+largest = 0
+class Pickler(reduction.ForkingPickler):
+    @classmethod
+    def dumps(cls, obj, protocol=None):
+        global largest
+        sent = super().dumps(obj, protocol)
+        largest = max(largest, len(sent))
+        return sent
+
+if __name__ == "__main__":
+    reduction.ForkingPickler = Pickler
+    import multiprocessing.queues
+    multiprocessing.queues._ForkingPickler = Pickler
+    multiprocessing.set_start_method(sys.argv[1])
+    pathfinder.PICTURES_PER_JOB = 8
+    for number in (1, 2):
+        for task in (
+            ListOps(data_dir=pathlib.Path("x"), num_train=400, num_val=20, num_test=20),
+            pathfinder.Pathfinder(data_dir=pathlib.Path("x"), num_train=40, num_val=8, num_test=8),
+        ):
+            cache = pathlib.Path(sys.argv[2], str(number))
+            print(prepare(task, cache, num_workers=number).meta["splits"]["train"]["sha256"])
+    print(largest, file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_processes_that_inherit_nothing_get_little_and_do_the_same(
+    tmp_path: Path, method: str
+) -> None:
+    (tmp_path / "program.py").write_text(SPAWNED)
+    done = subprocess.run(
+        [sys.executable, "program.py", method, str(tmp_path)], cwd=tmp_path, text=True,
+        capture_output=True, timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == lines[2:] and len(set(lines)) == 2
+    assert 0 < int(done.stderr.splitlines()[-1]) < 10_000  # bytes of one job
