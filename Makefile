@@ -10,7 +10,7 @@ EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,bench
 TASK ?= listops
 HARDWARE ?= cpu
 
-.PHONY: help setup run test test-slow lint data sweep tables tables-check bench bench-check
+.PHONY: help setup run test test-slow test-mutants lint data sweep tables tables-check bench bench-check
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -53,6 +53,9 @@ test: $(EVERYTHING)  ## the fast tests
 
 test-slow: $(EVERYTHING)  ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow
+
+test-mutants: $(EVERYTHING)  ## break the code in many places and see whether the tests notice (minutes)
+	$(BIN)/python tests/mutants.py
 
 lint: $(EVERYTHING)  ## formatting, style and types
 	$(BIN)/ruff format --check .

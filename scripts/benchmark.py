@@ -58,7 +58,14 @@ from lra.benchmarks import (  # noqa: E402
     summarise,
 )
 from lra.cells import CellFailed, in_own_process  # noqa: E402
-from lra.cli import CONFIGS, GROUPS, compose_config, explain, run_program  # noqa: E402
+from lra.cli import (  # noqa: E402
+    CONFIGS,
+    GROUPS,
+    compose_config,
+    exit_codes,
+    explain,
+    run_program,
+)
 from lra.config import RunConfig, fill, nearest  # noqa: E402
 from lra.script import Parser  # noqa: E402
 from lra.task import available_cores  # noqa: E402
@@ -419,4 +426,4 @@ def _now() -> str:
 
 
 if __name__ == "__main__":
-    run_program(lambda: sys.exit(main()))
+    run_program(lambda: exit_codes.append(main()))

@@ -26,7 +26,14 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 import numpy as np  # noqa: E402
 
 from lra.build import make_task  # noqa: E402
-from lra.cli import CONFIGS, compose_config, explain, run_program, typed  # noqa: E402
+from lra.cli import (  # noqa: E402
+    CONFIGS,
+    compose_config,
+    exit_codes,
+    explain,
+    run_program,
+    typed,
+)
 from lra.config import nearest  # noqa: E402
 from lra.data import ARRAYS  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
@@ -194,4 +201,4 @@ def show_examples(task: Task, dataset: Dataset, count: int) -> None:
 
 
 if __name__ == "__main__":
-    run_program(lambda: sys.exit(main()))
+    run_program(lambda: exit_codes.append(main()))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+
+from tests import programs
+
+costs: dict[str, float] = {}  # processor time of each test, in seconds
 
 torch.set_num_threads(1)  # the tensors of tests are too small for more to pay
 
@@ -28,10 +33,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def processor_time() -> float:
+    """Seconds of this process, of those it has waited for and of programs that have ended."""
+    used = os.times()
+    own = used.user + used.system + used.children_user + used.children_system
+    return own + sum(programs.processor_times)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Note what a test costs, its fixtures included, whatever else the machine does."""
+    before = processor_time()
+    result = yield
+    costs[item.nodeid] = processor_time() - before
+    return result
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    """Print what the golden tests measured, one line a file and precision, if asked for them."""
+    """After many tests, the ten that cost most; what the golden tests measured, if asked for."""
+    if len(costs) > 500:
+        terminalreporter.section("seconds of processor time")
+        for name in sorted(costs, key=costs.__getitem__, reverse=True)[:10]:
+            terminalreporter.write_line(f"{costs[name]:6.1f} {name}")
+        terminalreporter.write_line(f"{sum(costs.values()):6.1f} all {len(costs):,} tests")
     if not config.getoption("--golden-dir") and not any("golden" in arg for arg in config.args):
         return
     lines = [

@@ -4,6 +4,7 @@ on the synthetic stand-ins."""
 from __future__ import annotations
 
 import socket
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("source", ["files", "synthetic"])
+CASES = [
+    # Softmax attention over 16,384 positions takes as long as all other cases together.
+    pytest.param(*case, marks=[pytest.mark.slow] * (case[1:] == ("pathx", "softmax")))
+    for case in product(["files", "synthetic"], TASKS, MODELS)
+]
+
+
+@pytest.mark.parametrize(("source", "task", "model"), CASES)
 def test_a_step_and_an_evaluation(
     source: str,
     task: str,

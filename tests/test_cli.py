@@ -20,6 +20,7 @@ import pytest
 from lra import checkpoint, records
 from lra.cli import compose_config, typed
 from lra.progress import percent
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 # The synthetic stand-in, cut so short that a run takes a second or two.
@@ -32,17 +33,21 @@ TINY = [
 ]  # fmt: skip
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "run.py"), *arguments],
-        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+def start(folder: Path, *arguments: str) -> programs.Program:
+    return programs.start("run.py", *arguments, cwd=folder)
 
 
-def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
-    process = start(folder, *arguments)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
+def call(folder: Path, *arguments: str, fork: bool = False) -> tuple[int, str, str]:
+    done = programs.call("run.py", *arguments, cwd=folder, fork=fork)
+    return done.returncode, done.stdout, done.stderr
+
+
+def call_python(folder: Path, *words: str) -> tuple[int, str, str]:
+    """With an interpreter of its own, imports and all."""
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
 def read_record(folder: Path, model: str = "luna") -> records.Record:
@@ -245,21 +250,22 @@ def test_a_run_leaves_a_record_and_a_second_start_does_nothing(tmp_path: Path) -
 def test_the_commands_of_the_quick_start_end_in_a_record_and_a_table(tmp_path: Path) -> None:
     """What `make run` calls, on fewer and shorter examples."""
     target = (ROOT / "Makefile").read_text().partition("\nrun: ")[2].partition("\n\n")[0]
-    train, tables = [shlex.split(line)[1:] for line in target.splitlines()[1:]]
+    train, tables = [
+        shlex.split(line)[1:] for line in target.splitlines() if line.startswith("\t$(BIN)/python ")
+    ]
     assert train[0] == "run.py" and "experiment=quickstart" in train
     small = [w for w in TINY if w.split("=")[0] not in ("experiment", "task")]
-    code, out, err = call(tmp_path, *train[1:], *small)
+    code, out, err = call_python(tmp_path, str(ROOT / train[0]), *train[1:], *small)
     assert code == 0, err
     (path,) = (tmp_path / "results/runs/listops/luna").glob("*.json")
     result = records.load(path).result
     assert result is not None and result.test.num_examples == 32 and result.step in (4, 8)
     accuracy = 100 * result.test.accuracy
     assert 0 <= accuracy <= 100 and f"{percent(accuracy)} %" in out
-    done = subprocess.run(
-        [sys.executable, str(ROOT / tables[0]), *tables[1:], "--results", "results",
-         "--no-figures"], cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    code, out, err = call_python(
+        tmp_path, str(ROOT / tables[0]), *tables[1:], "--results", "results", "--no-figures"
+    )
+    assert code == 0, err
     table = (tmp_path / "results/leaderboard.md").read_text()
     assert f"test {percent(accuracy)} at step {result.step}" in table
 
@@ -275,8 +281,8 @@ def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(
 ) -> None:
     for name in ("one", "two", "killed", "workers"):
         (tmp_path / name).mkdir()
-    for name in ("one", "two"):
-        assert call(tmp_path / name, *TINY)[0] == 0
+    assert call(tmp_path / "one", *TINY)[0] == 0
+    assert call_python(tmp_path / "two", str(ROOT / "run.py"), *TINY)[0] == 0
     assert call(tmp_path / "workers", *TINY, "hardware.num_workers=2")[0] == 0
     process = start(tmp_path / "killed", *TINY)
     metrics = tmp_path / "killed" / "outputs"
@@ -368,7 +374,8 @@ def test_every_combination_composes_and_builds(model: str, task: str, recipe: st
     from lra.build import make_model, make_task, num_params
 
     choice = [f"model={model}", f"task={task}", f"recipe={recipe}"]
-    for experiment in ([], ["experiment=smoke"]):
+    # What an experiment changes is the same for all models.
+    for experiment in ([], ["experiment=smoke"]) if model == "luna" else ([],):
         config = typed(compose_config(choice + experiment))
         made = make_task(config)
         try:
@@ -387,6 +394,19 @@ def test_every_key_of_the_shape_stands_in_every_recipe() -> None:
     wanted = {f.name for f in dataclasses.fields(Shape)} - {"vocab_size", "max_length"}
     for path in (ROOT / "configs/recipe").glob("*.yaml"):
         assert set(typed(compose_config([f"recipe={path.stem}"])).shape) == wanted, path
+
+
+def test_a_bare_command_takes_no_liberties() -> None:
+    """Defaults on which others rely: where things lie, what is sent, what chooses a number."""
+    config = typed(compose_config([]))
+    places = [str(getattr(config.paths, p)) for p in ("data", "cache", "outputs", "results")]
+    assert places == ["data", "data/cache", "outputs", "results"]
+    moved = typed(compose_config(["paths.data=/d"])).paths
+    assert str(moved.cache) == "/d/cache" and str(moved.results) == "results"
+    assert (config.seed, config.recipe, config.logger.name) == (0, "nystromformer", "none")
+    assert config.train.selection == "best_val" and not config.train.allow_unreached_peak
+    assert config.checkpoint is None and config.init_from is None and not config.sweep.fail_fast
+    assert config.hardware.device == "cpu" and config.hardware.precision == "float32"
 
 
 def test_transformer_is_another_name_of_softmax() -> None:
@@ -457,7 +477,8 @@ def test_a_terminal_that_is_closed_stops_the_run_with_its_state(tmp_path: Path) 
 
 def test_a_closed_terminal_does_not_stop_what_ignores_it(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        ["nohup", sys.executable, str(ROOT / "run.py"), *TINY, "train.num_steps=300"],
+        ["nohup", sys.executable, str(ROOT / "run.py"), *TINY, "train.num_steps=100",
+         "train.eval_every=100", "train.checkpoint_every=60"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120

@@ -7,22 +7,21 @@ import math
 import re
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lra.records import Record, RunResult, SplitResult, save
-from lra.statistics import compare, mean_std, t_95, wilson
+from lra.statistics import Comparison, compare, mean_std, t_95, wilson
+from tests import programs
 from tests.made_up import make_record
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    args = [sys.executable, str(ROOT / "scripts" / "compare.py"), *words]
-    return subprocess.run(args, cwd=ROOT, capture_output=True, text=True)
+    return programs.call("scripts/compare.py", *words)
 
 
 def test_mean_and_sample_deviation() -> None:
@@ -58,6 +57,14 @@ def test_compare_by_hand() -> None:
     assert result.over_seeds == pytest.approx((0.375 - half, 0.375 + half))
     assert not result.clear
     assert compare(a_SN[:1], b_SN[:1]).over_seeds is None
+
+
+def test_a_difference_is_clear_only_if_every_interval_says_so() -> None:
+    above, around, below = (0.01, 0.2), (-0.1, 0.2), (-0.2, -0.01)
+    cases = [(above, above, True), (below, below, True), (above, None, True), (around, None, False),
+             (above, around, False), (around, above, False), (around, around, False)]  # fmt: skip
+    for over_examples, over_seeds, clear in cases:
+        assert Comparison(0.1, over_examples, over_seeds, (0.1,)).clear == clear
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say() -> None:

@@ -19,8 +19,10 @@ import lra.files
 import lra.task
 from lra import data
 from lra.data import Batch, TokenArrays, epoch_order, eval_batches, train_batches
-from lra.files import append
+from lra.files import append, write_atomically
 from lra.task import fingerprint_files, prepare, stratified, verify
+from tests import programs
+from tests.programs import ROOT
 from tests.toy import SIZES, Toy, toy_data
 
 
@@ -87,6 +89,18 @@ def test_a_truncated_cache_is_reported_by_file(tmp_path: Path, name: str) -> Non
     path.write_bytes(path.read_bytes()[:-3])
     with pytest.raises(ValueError, match=f"val/{name}: unreadable or truncated.*delete the folder"):
         toy_data(tmp_path)
+
+
+def test_preparing_ends_with_a_code_that_tells_of_failures(tmp_path: Path) -> None:
+    small = ["task=listops", "task.num_train=8", "task.num_val=4", "task.num_test=4",
+             "task.min_tree_length=5", "task.max_tree_length=40", "--workers=1"]  # fmt: skip
+    done = programs.call("scripts/prepare_data.py", *small, "verify=full", cwd=tmp_path)
+    assert done.returncode == 0 and "8 examples" in done.stdout, done.stderr
+    (labels,) = tmp_path.glob("data/cache/listops-*/val/labels.npy")
+    labels.write_bytes(labels.read_bytes()[:-1] + b"\7")
+    done = programs.call("scripts/prepare_data.py", *small, cwd=tmp_path)
+    assert done.returncode == 2 and "error: listops: " in done.stderr
+    assert f"{labels.relative_to(tmp_path)}: checksum differs" in done.stderr
 
 
 def test_a_changed_byte_fails_verification(tmp_path: Path) -> None:
@@ -235,15 +249,61 @@ def test_a_ready_cache_is_opened_where_nothing_can_be_written(
     assert len(fingerprint_files([source], tmp_path / "cache")) == 64
 
 
-def _prepare(folder: str) -> str:
-    return str(toy_data(Path(folder)).folder)
+def test_a_folder_without_its_meta_is_no_cache_and_is_replaced(tmp_path: Path) -> None:
+    whole = toy_data(tmp_path)
+    meta = json.loads((whole.folder / "meta.json").read_text())
+    (whole.folder / "meta.json").unlink()
+    (whole.folder / "train" / "labels.npy").write_bytes(b"half")
+    (whole.folder / "left over").touch()
+    again = toy_data(tmp_path)
+    assert again.meta["splits"] == meta["splits"] and len(again.train) == SIZES["train"]
+    assert not (whole.folder / "left over").exists()
+
+
+def test_the_cache_lies_where_it_is_asked_for_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "source.txt").write_text("content")
+    task = toy(tmp_path / "data")
+    task.source_files = lambda: [tmp_path / "data" / "source.txt"]  # type: ignore[method-assign]
+    data = prepare(task, tmp_path / "place" / "cache")
+    assert data.folder.parent == tmp_path / "place" / "cache"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "place"]
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["source.txt"]
+    # What was learnt of the contents of the source and of the cache lies beside the caches too.
+    assert len(list((tmp_path / "place" / "cache" / "fingerprints").iterdir())) == 2
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+
+    def fails(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            write_atomically(path, "new and longer")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
 
 
 def test_concurrent_builders_make_one_cache(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        folders = set(pool.map(_prepare, [str(tmp_path)] * 6))
-    assert len(folders) == 1
-    assert [p.name for p in (tmp_path / "cache").glob("toy-*/")] == [Path(folders.pop()).name]
+    code = (
+        "import sys; from pathlib import Path; from tests.toy import toy_data; "
+        "print(toy_data(Path(sys.argv[1])).folder)"
+    )
+    builders = [programs.start("-c", code, tmp_path, cwd=ROOT) for _ in range(6)]
+    said = [builder.communicate(timeout=60) for builder in builders]
+    (folder,) = {out.strip() for out, _ in said}
+    assert list((tmp_path / "cache").glob("toy-*/")) == [Path(folder)]
+    assert sum(err.count("preparing toy") for _, err in said) == 1
 
 
 def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
@@ -293,6 +353,9 @@ def test_steps_continue_where_they_left_off() -> None:
 
     whole = steps(1, 25)  # ten batches an epoch: the cut falls inside an epoch and at its end
     assert whole == steps(1, 7) + steps(8, 25) == steps(1, 10) + steps(11, 25)
+    for epoch in range(2):  # each takes the batches of its epoch from the first to the last
+        order = epoch_order(LENGTHS, 32, seed=3, epoch=epoch, bucketing=True)
+        assert whole[10 * epoch : 10 * (epoch + 1)] == [b.tolist() for b in order]
 
 
 def test_fewer_examples_than_a_batch_make_one_batch() -> None:

@@ -16,7 +16,8 @@ import pytest
 
 from lra import distributed, records
 from lra.config import HardwareConfig
-from tests.test_cli import ROOT, TINY, call, read_record, start, timeless
+from tests import programs
+from tests.test_cli import ROOT, TINY, call, read_record, timeless
 
 TWO = ["hardware.num_devices=2", "hardware.num_threads=1"]
 # Without dropout, which draws other numbers in each process.
@@ -43,7 +44,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
         ("micro", [*TWO, "hardware.micro_batch_size=1"]),
     ):
         (tmp_path / name).mkdir()
-        code, _, err = call(tmp_path / name, *PLAIN, *extra)
+        code, _, err = call(tmp_path / name, *PLAIN, *extra, fork=True)
         assert code == 0, err
     one, record = losses(tmp_path / "one"), read_record(tmp_path / "one")
     for name in ("two", "micro"):
@@ -60,17 +61,17 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
 def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for name in ("whole", "cut"):
         (tmp_path / name).mkdir()
-    assert call(tmp_path / "whole", *TINY, *TWO)[0] == 0
+    assert call(tmp_path / "whole", *TINY, *TWO, fork=True)[0] == 0
     (made,) = (tmp_path / "whole").glob("outputs/results/runs/*/*/*.json")
     # As if it had come with the repository: no process takes it for this folder's own.
     came = tmp_path / "cut" / made.relative_to(tmp_path / "whole")
     came.parent.mkdir(parents=True)
     came.write_text(json.dumps(json.loads(made.read_text()) | {"started_at": "2020-01-02"}))
-    code, out, err = call(tmp_path / "cut", *TINY, *TWO, "train.time_limit=1e-9")
+    code, out, err = call(tmp_path / "cut", *TINY, *TWO, "train.time_limit=1e-9", fork=True)
     assert code == 75, err
     own = came.with_name(f"{made.stem}.2.json")
     assert records.load(own).status == "interrupted"
-    code, out, err = call(tmp_path / "cut", *TINY, *TWO)
+    code, out, err = call(tmp_path / "cut", *TINY, *TWO, fork=True)
     assert code == 0 and "resuming at step 1" in out, err
     assert f"{came.name}: the same in each of the 32 test examples" in out
     assert sorted(came.parent.iterdir()) == [own, came]
@@ -86,7 +87,8 @@ def test_a_signal_to_the_first_process_stops_all_with_their_state(
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     long = ["train.num_steps=4000", "train.eval_every=4000"]
-    process = start(tmp_path, *TINY, *TWO, *long)
+    fork = number == signal.SIGHUP  # once with everything as it is outside of tests
+    process = programs.start("run.py", *TINY, *TWO, *long, cwd=tmp_path, fork=fork)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
         time.sleep(0.01)
@@ -112,11 +114,9 @@ class Fails(SoftmaxAttention):
 
 def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *TINY, *TWO, "model=softmax",
-         "model._target_=failing.Fails"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=200,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    process = programs.call(
+        "run.py", *TINY, *TWO, "model=softmax", "model._target_=failing.Fails", cwd=tmp_path,
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
     )  # fmt: skip
     assert process.returncode == 1, process.stderr
     record = read_record(tmp_path, "failing")
@@ -127,7 +127,7 @@ def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> 
 
 
 def test_bad_input_is_one_message_also_from_processes(tmp_path: Path) -> None:
-    code, _, err = call(tmp_path, *TINY, *TWO, "task.strict=true", "task.max_length=20")
+    code, _, err = call(tmp_path, *TINY, *TWO, "task.strict=true", "task.max_length=20", fork=True)
     assert code == 2 and err.count("error: ") == 1 and "task.max_length=20" in err
 
 

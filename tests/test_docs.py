@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lra.build import make_task
 from lra.cli import GROUPS, compose_config, typed
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 # CONTRIBUTING's own files are written out and run by test_extension.py.
@@ -104,8 +104,6 @@ def check_script(script: str, words: list[str]) -> None:
 
 @functools.cache
 def usage(script: str) -> str:
-    done = subprocess.run(
-        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
+    done = programs.call(script, "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout

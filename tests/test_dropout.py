@@ -226,8 +226,8 @@ def test_compiled_code_has_no_break(compiled: bool) -> None:
 def inputs(num_queries: int, num_keys: int, *, batch_size: int = 3) -> list[Tensor]:
     torch.manual_seed(0)
     lengths = (num_queries, num_keys, num_keys)
-    return [
-        torch.randn(batch_size, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in lengths
+    return [  # of a width whose root is no constant that one might find in the code
+        torch.randn(batch_size, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in lengths
     ]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lra import records
+from tests import programs
 from tests.test_cli import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +46,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # The copy's own modules, wherever the installed package lies.
+    if arguments[0] != "-m":
+        path = {"PYTHONPATH": str(folder)}
+        return programs.call(*arguments, cwd=folder, env=path, root=folder)
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,

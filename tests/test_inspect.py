@@ -6,7 +6,6 @@ Letters of the formulas: L length, D width, F width of the feed-forward, M memor
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from lra.hardware import Hardware
 from models.classifier import Classifier
 from models.encoder import Encoder
 from models.shape import Shape
+from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = Hardware(HardwareConfig(device="cpu", num_threads=1))
@@ -39,14 +39,7 @@ def build(*overrides: str) -> Classifier:
 
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = str(ROOT / "scripts" / "inspect_model.py")
-    return subprocess.run(
-        [sys.executable, script, *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return programs.call("scripts/inspect_model.py", *arguments, cwd=folder)
 
 
 @pytest.mark.parametrize(

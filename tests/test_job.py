@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from lra import job, records
+from lra import hardware, job, records
 from lra.cli import compose_config, typed
-from lra.config import RunConfig, fill
+from lra.config import HardwareConfig, RunConfig, fill
 from lra.files import Unwritable
+from lra.hardware import Hardware
 from lra.job import EXIT_CODES, Reference, run_job
 from lra.leaderboard import make_rows
 from lra.statistics import wilson
@@ -245,6 +246,51 @@ def test_changed_settings_and_a_reduced_budget_are_named(tmp_path: Path) -> None
     assert record.protocol.budget == "reduced" and not record.apples_to_apples
     assert record.why_not == ["train.lr=0.02 (recipe: 0.01)", "train.num_steps=8 (recipe: 16)"]
     assert run(tmp_path / "same", config(tmp_path)).why_not == []
+
+
+def test_the_protocol_says_what_this_run_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each field follows the config or the task, so that none is a constant."""
+    usual = run(tmp_path, config(tmp_path)).protocol
+    assert (usual.max_length, usual.selection, usual.validation) == (12, "best_val", "val")
+    assert usual.difficulty is None and usual.options == {}
+    facts = {"validation": "test", "difficulty": "hard", "literals": "kept"}
+    monkeypatch.setattr(Toy, "protocol", property(lambda self: dict(facts)))
+    other = run(tmp_path / "other", config(tmp_path), task={"max_length": 9},
+                train={"selection": "last"}).protocol  # fmt: skip
+    assert (other.max_length, other.selection, other.validation) == (9, "last", "test")
+    assert other.difficulty == "hard" and other.options == {"literals": "kept"}
+
+
+def test_the_seed_decides_initial_weights(tmp_path: Path) -> None:
+    # One batch that holds all examples, and a rate of almost nothing: only the start differs.
+    still = {"num_steps": 1, "eval_every": 1, "batch_size": 40, "lr": 1e-12, "warmup_steps": 0}
+    losses = [
+        run(tmp_path / name, seed=seed, train=still).curve[0]["val_loss"]
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    ]
+    assert losses[0] == losses[1] and abs(losses[0] - losses[2]) > 1e-4
+
+
+def test_nothing_of_the_job_before_is_left_in_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(hardware, "DEFAULT_THREADS", 3)
+    try:
+        Hardware(HardwareConfig(device="cpu", num_threads=2))
+        assert torch.get_num_threads() == 2
+        Hardware(HardwareConfig(device="cpu"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    peaks = [7]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peaks.append(0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peaks[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    assert Hardware(HardwareConfig(device="cuda")).peak_memory_bytes() == 0
 
 
 @pytest.mark.parametrize("params, fair", [(110_000, True), (111_000, False)])

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import io
 import json
-import os
 import random
 import re
 import shutil
@@ -37,6 +36,7 @@ from lra.leaderboard import (
 )
 from lra.progress import percent
 from lra.records import Protocol, Record, load_all, pack_correct, save
+from tests import programs
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,8 +65,7 @@ def markdown_rows(text: str) -> list[list[str]]:
 def make_tables(
     *args: str | Path, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "make_tables.py"), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | (env or {}))
+    return programs.call("scripts/make_tables.py", *args, env=env)
 
 
 def test_sixty_records_land_where_they_belong(board: Board) -> None:
@@ -214,6 +213,18 @@ def test_marks_and_their_reasons(board: Board) -> None:
         assert f"| {cell} |" in text
     for letter in "adgft":
         assert f"\n- [{letter}] " in text
+
+
+def test_a_mark_holds_if_it_holds_for_any_run_of_the_cell() -> None:
+    plain = make_record("text", seed=0)
+    odd = {
+        "a": {"apples_to_apples": False, "why_not": ["seed 1 only"]},
+        "d": {"environment": plain.environment | {"git_dirty": True}},
+        "f": {"status": "at_chance"},
+    }
+    for letter, fields in odd.items():
+        (row,) = build([plain, make_record("text", seed=1, **fields)]).rows
+        assert row.cells["text"].marks == letter and len(row.cells["text"].runs) == 2
 
 
 def test_reduced_budget_enters_only_on_request_marked_and_unranked() -> None:
@@ -445,6 +456,17 @@ def test_a_published_table_of_fractions_or_words_is_refused(
     )
     with pytest.raises(ValueError, match=message):
         load_published(path)
+
+
+def test_a_figure_that_is_not_available_is_an_empty_cell(tmp_path: Path) -> None:
+    path = tmp_path / "published.csv"
+    path.write_text(
+        "model,variant,task,accuracy_percent,setting,source,source_table\n"
+        "A,,listops,36.37,s,s,t\nA,,text,NA,s,s,t\nA,,pathx,FAIL,s,s,t\n"
+    )
+    (row,) = load_published(path)
+    assert row.cells == {"listops": "36.37", "text": "", "pathx": "FAIL"}
+    assert row.average(["listops", "text"]) is None
 
 
 def test_a_fraction_is_printed_as_percent() -> None:
@@ -781,8 +803,7 @@ def test_records_of_eight_processes_all_enter(tmp_path: Path) -> None:
     code = ("import sys; from pathlib import Path; from lra.records import save; "
             "from tests.made_up import make_record; "
             "save(make_record(seed=int(sys.argv[1])), Path(sys.argv[2]))")  # fmt: skip
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(seed), str(tmp_path)], cwd=ROOT)
-                 for seed in range(8)]  # fmt: skip
+    processes = [programs.start("-c", code, str(seed), tmp_path, cwd=ROOT) for seed in range(8)]
     assert [p.wait(timeout=60) for p in processes] == [0] * 8
     records, warnings = load_all(tmp_path)
     assert warnings == [] and sorted(r.seed for r in records) == list(range(8))

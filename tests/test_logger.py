@@ -151,6 +151,7 @@ def each_step_once(rows: list[tuple[int, dict[str, Any]]], last: int = 20) -> bo
 
 
 def test_nothing_is_logged_by_default(tmp_path: Path) -> None:
+    assert typed(compose_config([])).logger == LoggerConfig(name="none")
     Job(tmp_path, LoggerConfig()).run(1, 4)
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 

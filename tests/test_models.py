@@ -202,6 +202,37 @@ def test_values_at_padding_never_reach_the_logits(name: str, pooling: Any) -> No
     assert largest_difference(model(tokens_BSL, lengths_BS), before_BC) < 1e-9
 
 
+@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "max", "attention"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_id_is_data_black_pixels_too(name: str, pooling: Any) -> None:
+    """The smallest id of data is 1, a black pixel: it counts wherever it stands."""
+    model = build(name, replace(SMALL, pooling=pooling)).eval()
+    tokens_BSL = torch.ones(2, 1, 20, dtype=torch.int64)
+    tokens_BSL[1, 0, 5:9] = 4
+    lengths_BS = torch.full((2, 1), 20)
+    before_BC = model(tokens_BSL, lengths_BS)
+    with torch.no_grad():
+        model.encoder.embedding.tokens.weight[1] += 0.5 * torch.randn(SMALL.d_model)
+    for b in range(2):
+        assert largest_difference(model(tokens_BSL, lengths_BS)[b], before_BC[b]) > 1e-4
+    # A row of it alone is no row of padding.
+    full_BC = model(tokens_BSL[:1], lengths_BS[:1])
+    assert largest_difference(model(tokens_BSL[:1], 0 * lengths_BS[:1]), full_BC) > 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(set(MODELS) - CAUSAL))
+def test_the_class_token_is_real_whatever_follows_it(name: str) -> None:
+    model = build(name, replace(SMALL, pooling="cls")).eval()
+    tokens_BSL, lengths_BS = batch(9, 0, length=9)
+    mask_BL = torch.arange(9) < lengths_BS
+    assert model.encoder.output_mask(mask_BL)[:, 0].all()
+    before_BC = model(tokens_BSL, lengths_BS)
+    with torch.no_grad():
+        model.encoder.embedding.class_token += torch.randn(SMALL.d_model)
+    for b in range(2):
+        assert largest_difference(model(tokens_BSL, lengths_BS)[b], before_BC[b]) > 1e-4
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_train_and_eval_agree_without_dropout_and_differ_with_it(name: str) -> None:
     tokens_BSL, lengths_BS = batch(30, 40)

@@ -18,7 +18,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import sys
 import tarfile
 import time
 import tracemalloc
@@ -37,6 +36,7 @@ from lra.tasks import pathfinder
 from lra.tasks.pathfinder import LEVELS, Pathfinder, PathX, export
 from lra.tasks.pathfinder_files import TRUTH_COLUMNS, Damaged, index_level, read_picture
 from lra.tasks.pathfinder_generator import generate, params_for
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT.parent / "shared" / "data"
@@ -620,9 +620,7 @@ def test_few_open_files_suffice(tmp_path: Path) -> None:
         "print(len(data.train), sum(1 for _ in task.examples('train')))\n"
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
-    out = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    out = programs.call("-c", code, tmp_path, cwd=ROOT)
     assert out.stdout.split() == ["1600", "1600"], out.stderr
 
 
@@ -784,11 +782,7 @@ def test_a_killed_build_leaves_finished_blocks_and_no_processes(tmp_path: Path) 
         "data = lra.task.prepare(task, pathlib.Path(sys.argv[1]), num_workers=2)\n"
         "print(data.fingerprint)\n"
     )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    builder = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+    builder = programs.start("-c", code, tmp_path, cwd=ROOT, new_session=True)
     try:
         deadline = time.monotonic() + 30
         while len(list(tmp_path.glob("*.work/*.npy"))) < 3:
@@ -807,7 +801,7 @@ def test_a_killed_build_leaves_finished_blocks_and_no_processes(tmp_path: Path) 
     assert 3 <= len(blocks) < 50
     for block in blocks:
         assert np.load(block).shape == (32, 1025)
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    out = programs.call("-c", code, tmp_path, cwd=ROOT)
     assert len(out.stdout.strip()) == 64, out.stderr
     arrays = np.load(next(tmp_path.glob("pathfinder-*/train/tokens.npy")), mmap_mode="r")
     expected = generate(params_for(32, "hard"), 0, 1568, 32).images_NRR
@@ -882,8 +876,7 @@ def test_exported_metadata_look_like_the_originals(tmp_path: Path) -> None:
 
 def test_export_script(tmp_path: Path) -> None:
     def script(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "scripts/export_pathfinder.py", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return programs.call("scripts/export_pathfinder.py", *arguments, cwd=ROOT)
 
     sizes = ["task.num_train=3", "task.num_val=2", "task.num_test=1"]
     out = script(str(tmp_path), "task.difficulty=easy", *sizes, "--workers", "1")

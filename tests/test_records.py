@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,14 @@ from lra.records import (
     save_beside,
     unpack_correct,
 )
+from tests import programs
 from tests.made_up import make_record, sixty_records, write_sixty
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def command(results: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts" / "records.py"
-    args = [sys.executable, str(script), "--results", str(results), *map(str, words)]
-    return subprocess.run(args, capture_output=True, text=True)
+    return programs.call("scripts/records.py", "--results", results, *words)
 
 
 def write(folder: Path, record: Record, **changes: Any) -> Path:

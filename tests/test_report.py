@@ -22,6 +22,7 @@ from lra.benchmarks import load_benchmarks
 from lra.floors import Data, Floor, Floors, Score
 from lra.leaderboard import TASKS, Board, Options, build, load_published
 from lra.records import Record, pack_correct, save
+from tests import programs
 from tests.browser import CHROMIUM, Browser
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
@@ -300,8 +301,7 @@ def write_results(results: Path) -> Path:
     path = results / "runs" / "image" / "evil" / "evil.json"
     path.parent.mkdir()
     path.write_text(evil.to_json())
-    script = ROOT / "scripts" / "make_tables.py"
-    subprocess.run([sys.executable, str(script), "--results", str(results)], check=True)
+    programs.call("scripts/make_tables.py", "--results", results).check_returncode()
     return results / "report.html"
 
 

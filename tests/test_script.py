@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import programs
 
 
 @pytest.mark.parametrize(
@@ -26,10 +24,8 @@ def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
     (tmp_path / "results" / "runs").mkdir(parents=True)
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / script), *words],
-        cwd=tmp_path, stdout=write_end, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    program = programs.start(f"scripts/{script}", *words, cwd=tmp_path, stdout=write_end)
     os.close(write_end)
-    assert done.returncode == 141
-    assert "rror" not in done.stderr and "Traceback" not in done.stderr
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 141
+    assert "rror" not in err and "Traceback" not in err

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from lra.cli import CONFIGS, compose_config, typed
 from lra.config import config_hash
 from lra.leaderboard import make_rows
 from lra.sweep import Outcome, has_failed, note, note_size, outcomes, position, summary
+from tests import programs
 from tests.test_cli import ROOT, TINY, start
 
 # Ends in every way there is, by seed; keyed on the process's own seeding.
@@ -53,12 +52,9 @@ class Trouble(SoftmaxAttention):
 
 def sweep(folder: Path, *arguments: str, timeout: float = 300) -> tuple[int, str, str]:
     (folder / "trouble.py").write_text(TROUBLE)
-    process = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), "-m", *TINY, *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=timeout,
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
-    )  # fmt: skip
-    return process.returncode, process.stdout, process.stderr
+    path = {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    done = programs.call("run.py", "-m", *TINY, *arguments, cwd=folder, env=path, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
 
 
 def found(folder: Path, model: str) -> dict[int, records.Record]:
@@ -155,6 +151,17 @@ def test_one_refusal_of_several_jobs_is_told_once(tmp_path: Path) -> None:
     assert "6 jobs: 3 refused" in out and len(found(tmp_path, "luna")) == 3
 
 
+def test_a_sweep_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Also beside another that starts in the same second."""
+    words = ["-m", *TINY, "shape.num_heads=2,5"]  # the second is refused
+    programs_ = [programs.start("run.py", *words, cwd=tmp_path) for _ in range(2)]
+    for program in programs_:
+        program.communicate(timeout=60)
+        assert program.returncode == 2
+    folders = {p.name for p in (tmp_path / "outputs/.sweeps").iterdir()}
+    assert {name.split("-", 2)[2] for name in folders} == {str(p.pid) for p in programs_}
+
+
 def test_a_key_of_one_model_only_is_named_as_that(tmp_path: Path) -> None:
     code, _, err = sweep(tmp_path, "model=softmax,luna", "model.projection_length=16")
     assert code == 2 and "Traceback" not in err
@@ -242,16 +249,18 @@ def test_jobs_side_by_side(tmp_path: Path) -> None:
 def test_a_killed_job_beside_others_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    arguments = [*BAD, *launcher, "seed=0,8"]
-    code, out, err = sweep(tmp_path, *arguments)  # a SIGKILL from itself in its first step
+    code, out, err = sweep(
+        tmp_path, *BAD, *launcher, "seed=0,8"
+    )  # a SIGKILL from itself in its first step
     assert code == 1 and "Traceback" not in err
     assert "a job ended without an outcome" in err and "the same command goes on" in err
     assert re.search(r"^[0-2] jobs?: ", out, re.MULTILINE)
-    code, out, err = sweep(tmp_path, *arguments)
+    code, out, err = sweep(tmp_path, *BAD, "seed=0,8")  # a launcher more would change nothing
     assert code == 0, err
     assert set(found(tmp_path, "trouble")) == {0, 8} and "2 jobs: " in out
 
 
+@pytest.mark.slow
 def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_path: Path) -> None:
     """With submitit, which also runs Slurm's jobs; its local executor puts back for real."""
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")

@@ -6,8 +6,6 @@ import dataclasses
 import io
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import yaml
 from lra.data import file_sha256
 from lra.task import SPLITS, Dataset, cache_folder, prepare
 from lra.tasks.text import Text
+from tests import programs
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT.parent / "shared" / "data"
@@ -570,8 +569,8 @@ print(resident() - before, len(dataset.train.tokens))
     if not Path("/proc/self/statm").exists():
         pytest.skip("needs /proc")
     for _ in ("build", "open"):
-        done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True,
-                              text=True, check=True, cwd=ROOT)  # fmt: skip
+        done = programs.call("-c", program, tmp_path, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
     grown, size = map(int, done.stdout.split())
     assert size > 20e6
     assert grown < 10e6

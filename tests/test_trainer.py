@@ -7,8 +7,6 @@ import os
 import platform
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -29,6 +27,7 @@ from lra.hardware import Hardware
 from lra.stopping import Interrupted
 from lra.task import Dataset
 from lra.trainer import Diverged, is_out_of_memory
+from tests import programs
 from tests.toy import SIZES, ToyModel, run, toy_data
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,9 +248,7 @@ print(step, left_over)
 
 
 def test_killed_while_saving_again_and_again_a_run_stays_resumable(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SAVES, str(tmp_path)], capture_output=True, text=True
-    )
+    done = programs.call("-c", SAVES, tmp_path)
     assert done.returncode == 0, done.stderr
     saved, left_over = map(int, done.stdout.split())
     assert saved > 1 and left_over > 0  # so there were kills within a write, after others
@@ -365,6 +362,40 @@ def test_the_reported_test_number_is_that_of_the_chosen_step(
     assert result.val_accuracy == pytest.approx(VAL[step])
     assert result.test.accuracy == pytest.approx(TEST[step])
     assert sum(split is data.test for split in reads) == 1
+
+
+@pytest.mark.parametrize(
+    "val", [{4: 0.9, 8: 0.3, 12: 0.3, 16: 0.3, 20: 0.3}, dict.fromkeys(VAL, 0.0)],
+    ids=["best at once", "never right"],
+)  # fmt: skip
+def test_the_first_evaluation_counts_like_any_other(tmp_path: Path, val: dict[int, float]) -> None:
+    data = toy_data(tmp_path, rows=scripted_rows())
+    result = run(tmp_path / "run", data, model=lambda: Scripted(val, TEST))
+    assert result.step == result.state.best_step == 4
+    assert result.val_accuracy == val[4] and result.test.accuracy == pytest.approx(TEST[4])
+
+
+def test_clipping_limits_the_norm_of_all_gradients_together(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+
+    def moved(name: str, clip_norm: float | None) -> float:
+        models: list[ToyModel] = []
+        starts: list[Tensor] = []
+
+        def make() -> ToyModel:
+            models.append(ToyModel())
+            starts.append(nn.utils.parameters_to_vector(models[0].parameters()).detach().clone())
+            return models[0]
+
+        # With eps=1 a small gradient g moves a weight by lr * g / (|g| + 1) in the first step.
+        run(tmp_path / name, data, model=make, num_steps=1, warmup_steps=0, lr=1.0, eps=1.0,
+            schedule="constant", clip_norm=clip_norm)  # fmt: skip
+        end = nn.utils.parameters_to_vector(models[0].parameters()).detach()
+        return float((end - starts[0]).norm())
+
+    assert moved("free", None) > 0.1
+    assert moved("wide", 100.0) == moved("free again", None)
+    assert moved("clipped", 0.01) == pytest.approx(0.01, rel=0.05)
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 64])
@@ -602,9 +633,7 @@ print(result.state.step, len(data.train))
 
 
 def test_few_open_files_suffice_for_two_epochs_with_workers(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FEW_FILES, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
-    )
+    done = programs.call("-c", FEW_FILES, tmp_path, cwd=ROOT)
     assert done.stdout.split()[-2:] == ["500", "2000"], done.stderr
 
 
@@ -622,7 +651,7 @@ for _ in range(21):
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(*faults)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = programs.call("-c", code)
     first, *later = map(int, done.stdout.split())
     # Where the heap begins differs from start to start, so the first few may still be new.
     assert sorted(later)[len(later) // 2] < first / 10

@@ -1,0 +1,308 @@
+"""Deliberate breaks of one line each, and the tests that must notice: how strong the suite is.
+
+    python tests/mutants.py            # all of them, `make test-mutants`; minutes
+    python tests/mutants.py trainer    # those whose file, texts or test have this word
+
+The tree is copied, so the checkout stays as it is. A break is caught if its tests fail. One that
+passes is a fault of the suite; one whose old text is gone, or whose tests fail without it too, is
+one of this list: after a change of the code give the entry its new text. Both exit with 1.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("configs", "lra", "models", "results", "scripts", "tests", "run.py", "pyproject.toml",
+          "README.md", "CONTRIBUTING.md", "Makefile", "constraints.txt")  # fmt: skip
+TIMEOUT_S = 600
+
+
+class Mutant(NamedTuple):
+    """One break: `old`, which stands once in `file`, becomes `new`; `test` of tests/ must fail."""
+
+    file: str
+    old: str
+    new: str
+    test: str  # file, and ::name or a part of names after a blank
+
+    @property
+    def words(self) -> list[str]:
+        """The test as arguments of pytest."""
+        file, _, part = self.test.partition(" ")
+        return [f"tests/{file}", *(["-k", part] if part else [])]
+
+
+MUTANTS = [
+    # Data: caches, batches, order.
+    Mutant("lra/task.py", 'if not (folder / "meta.json").is_file():\n        check',
+           "if not folder.is_dir():\n        check",
+           "test_data.py without_its_meta"),
+    Mutant("lra/task.py", "shutil.rmtree(folder, ignore_errors=True)  # a cache without", "#",
+           "test_data.py without_its_meta"),
+    Mutant("lra/task.py", 'memo = memo_dir / "fingerprints"', 'memo = Path.home() / "fingerprints"',
+           "test_data.py cache_lies_where"),
+    Mutant("lra/task.py", "with contextlib.suppress(OSError):  # a ready cache",
+           "with contextlib.nullcontext():  # a ready cache",
+           "test_data.py nothing_can_be_written"),
+    Mutant("lra/task.py", '"max_length": task.max_length,\n        "source"', '"source"',
+           "test_data.py changed_setting"),
+    Mutant("lra/task.py", "return cache_dir / f", "return task.data_dir / f",
+           "test_data.py cache_lies_where"),
+    Mutant("lra/data.py", "self.sequence(index, s), 1,", "self.sequence(index, s), 0,",
+           "test_data.py ids_above_the_padding"),
+    Mutant("lra/data.py", "order = order[: num_batches * batch_size]",
+           "order = order[: (num_batches - 1) * batch_size]", "test_data.py permutation"),
+    Mutant("lra/data.py", "np.random.default_rng([seed, epoch])", "np.random.default_rng([seed])",
+           "test_data.py permutation"),
+    Mutant("lra/data.py", "yield batches[(step - 1) %", "yield batches[step %",
+           "test_data.py where_they_left_off"),
+    Mutant("lra/data.py", "np.argsort(-lengths, kind=\"stable\")",
+           "np.argsort(-lengths, kind=\"stable\")[: len(lengths) // batch_size * batch_size]",
+           "test_data.py evaluation_covers"),
+    Mutant("lra/data.py", "values[: self.max_length]", "values[-self.max_length :]",
+           "test_text.py cut"),
+    # Training: steps, the best, resuming, gradients.
+    Mutant("lra/trainer.py", "best_accuracy: float = -1.0", "best_accuracy: float = 0.0",
+           "test_trainer.py first_evaluation"),
+    Mutant("lra/trainer.py", "if val.accuracy > state.best_accuracy:",
+           "if val.accuracy > state.best_accuracy and 5 * state.step > cfg.num_steps:",
+           "test_trainer.py first_evaluation"),
+    Mutant("lra/trainer.py", "if val.accuracy > state.best_accuracy:",
+           "if val.accuracy >= state.best_accuracy:", "test_trainer.py chosen_step"),
+    Mutant("lra/trainer.py", "losses_B.sum() / size", "losses_B.mean()",
+           "test_trainer.py micro_batches"),
+    Mutant("lra/trainer.py", "first_step=state.step + 1,", "first_step=state.step or 1,",
+           "test_trainer.py killed_run_repeats"),
+    Mutant("lra/trainer.py", 'optimizer.load_state_dict(saved["optimizer"])', "pass",
+           "test_trainer.py killed_run_repeats"),
+    Mutant("lra/trainer.py",
+           'checkpoint.restore_random_states(saved["random"][distributed.rank()])', "pass",
+           "test_trainer.py killed_run_repeats"),
+    Mutant("lra/trainer.py", "if cfg.clip_norm is not None:", "if cfg.clip_norm:  # and never\n"
+           "                pass\n            if False:", "test_trainer.py clip"),
+    Mutant("lra/trainer.py", "test = evaluate_on(data.test)", "test = evaluate_on(data.val)",
+           "test_trainer.py chosen_step"),
+    Mutant("lra/evaluate.py", "model.eval()", "model.train(was_training)",
+           "test_trainer.py evaluation_leaves"),
+    Mutant("lra/evaluate.py", "accuracy=int(correct_N.sum()) / len(split),",
+           "accuracy=float(np.mean([h.float().mean() for h in hits])),",
+           "test_trainer.py every_example_is_evaluated_once"),
+    Mutant("lra/optim.py", "peak, last = cfg.warmup_steps - 1,", "peak, last = cfg.warmup_steps,",
+           "test_optim.py one_cycle"),
+    Mutant("lra/optim.py", "weight_decay=cfg.weight_decay", "weight_decay=0.01",
+           "test_optim.py settings"),
+    Mutant("lra/checkpoint.py", "torch.manual_seed(seed)", "torch.manual_seed(0)",
+           "test_job.py seed_decides"),
+    Mutant("lra/checkpoint.py", "KEEP = 2", "KEEP = 1", "test_trainer.py two_states"),
+    Mutant("lra/checkpoint.py", "weights_only=True", "weights_only=False",
+           "test_trainer.py code_in_it"),
+    Mutant("lra/files.py", "os.replace(temporary, path)",
+           "path.write_bytes(Path(temporary).read_bytes())", "test_data.py replaced_whole"),
+    Mutant("lra/stopping.py", "stop.requested, stop.requested_at = signal.Signals(number).name",
+           "stop.requested, stop.requested_at = None", "test_trainer.py signal_saves"),
+    # What a run is and leaves behind: hardware, record, identity, logger, sweeps.
+    Mutant("lra/hardware.py", "torch.set_num_threads(config.num_threads or DEFAULT_THREADS)",
+           "torch.set_num_threads(config.num_threads or torch.get_num_threads())",
+           "test_job.py job_before"),
+    Mutant("lra/hardware.py", "torch.cuda.reset_peak_memory_stats()", "pass",
+           "test_job.py job_before"),
+    Mutant("lra/job.py", "max_length=task.max_length,", "max_length=2000,",
+           "test_job.py protocol"),
+    Mutant("lra/job.py", 'budget="reduced" if', 'budget="full" if', "test_job.py reduced_budget"),
+    Mutant("lra/job.py", "if 10 * params > 11 * baseline:", "if 10 * params > 12 * baseline:",
+           "test_job.py ten_percent"),
+    Mutant("lra/config.py", 'unseen = ("log_every",', 'unseen = ("lr", "log_every",',
+           "test_config.py hash"),
+    Mutant("lra/records.py", "Z_99 = 2.326347874040841", "Z_99 = 1.6448536269514722",
+           "test_records.py binomial_bound"),
+    Mutant("lra/records.py", "np.packbits(correct_N)", "np.packbits(~correct_N)",
+           "test_records.py packed"),
+    Mutant("configs/config.yaml", "- logger: none", "- logger: tensorboard",
+           "test_logger.py by_default"),
+    Mutant("configs/config.yaml", "-${oc.env:LRA_SWEEP_ID,0}", "",
+           "test_sweep.py folder_of_its_own"),
+    Mutant("lra/sweep.py", "return any(o.exit_code for o in outcomes(folder))", "return False",
+           "test_sweep.py outcomes_in_a_folder"),
+    Mutant("lra/weights.py", "path = best if best.exists() else path", "pass",
+           "test_job.py evaluate_only"),
+    Mutant("lra/logger.py", "if step < self.writer.next_step:", "if step <= self.writer.next_step:",
+           "test_logger.py tensorboard_events"),
+    # The command line and several processes.
+    Mutant("run.py", "exit_codes.append(outcome.exit_code)", "pass", "test_cli.py sigterm_saves"),
+    Mutant("lra/cli.py", "sys.exit(max(exit_codes, default=0))", "sys.exit(exit_codes[-1])",
+           "test_sweep.py recorded_at_once"),
+    Mutant("lra/cli.py", "os.chdir(job.runtime.cwd)", "pass", "test_cli.py relative_paths"),
+    Mutant("lra/job.py", 'with FileLock(run_dir / "run.lock", timeout=0):',
+           "with contextlib.nullcontext():", "test_cli.py do_not_share"),
+    Mutant("lra/stopping.py", "if before[signal.SIGHUP] == signal.SIG_IGN:", "if False:",
+           "test_cli.py does_not_stop_what_ignores_it"),
+    Mutant("lra/stopping.py", "- stop.requested_at > PATIENCE_S:", "- stop.requested_at >= 0:",
+           "test_cli.py quick_succession"),
+    Mutant("lra/trainer.py", "micro_loss * distributed.world_size()", "micro_loss",
+           "test_distributed.py two_processes_equal"),
+    Mutant("lra/trainer.py", "whole[rank::world]", "whole[0::world]",
+           "test_distributed.py two_processes_equal"),
+    Mutant("lra/trainer.py", "hardware.without_exchange(forward, i < len(parts) - 1)",
+           "hardware.without_exchange(forward, True)", "test_distributed.py two_processes_equal"),
+    Mutant("lra/trainer.py", "random_states = distributed.gather(checkpoint.random_states())",
+           "random_states = [checkpoint.random_states()] * distributed.world_size()",
+           "test_distributed.py bit_for_bit"),
+    Mutant("lra/job.py", "if not is_main:\n                    raise", "if False:\n"
+           "                    raise", "test_distributed.py error_in_one_process"),
+    Mutant("scripts/make_tables.py", "return 1 if stale or skipped else 0", "return 0",
+           "test_leaderboard.py byte_for_byte"),
+    Mutant("scripts/prepare_data.py", "exit_codes.append(main())", "main()",
+           "test_data.py tells_of_failures"),
+    # Numbers to tables.
+    Mutant("lra/statistics.py", "math.sqrt(square / (n - 1))", "math.sqrt(square / n)",
+           "test_compare.py sample_deviation"),
+    Mutant("lra/statistics.py", "all(low > 0 or high < 0", "any(low > 0 or high < 0",
+           "test_compare.py by_hand"),
+    Mutant("lra/leaderboard.py", 'if text not in (FAIL, "NA"):', "if text not in (FAIL,):",
+           "test_leaderboard.py not_available"),
+    Mutant("lra/leaderboard.py", "means[-1] = FAIL_AS", "pass", "test_leaderboard.py path_x_as_50"),
+    Mutant("lra/leaderboard.py", "dropped.append(newest[key])\n        newest[key] = record",
+           "dropped.append(record)\n        newest.setdefault(key, record)",
+           "test_leaderboard.py newest_counts"),
+    Mutant("lra/leaderboard.py", '"d": any(r.environment.get("git_dirty")',
+           '"d": all(r.environment.get("git_dirty")', "test_leaderboard.py marks"),
+    Mutant("scripts/compare.py", "if len(fingerprints) > 1:", "if len(fingerprints) > 2:",
+           "test_compare.py cannot_be_compared"),
+    Mutant("scripts/records.py", "elif target.read_bytes() == path.read_bytes():", "elif True:",
+           "test_records.py merge"),
+    # Models: masks, scales, pooling.
+    Mutant("models/layers.py", "attn_mask=mask_B11N, dropout_p", "attn_mask=None, dropout_p",
+           "test_models.py softmax"),
+    Mutant("models/layers.py", "mask_B11N = None if mask_BN is None else mask_BN[:, None, None, :]",
+           "mask_B11N = None if mask_BN is None else mask_BN[:, None, None, :].to(q_BHLK.dtype)",
+           "test_models.py softmax"),
+    Mutant("models/layers.py", "dropout_p=dropout, is_causal=causal",
+           "dropout_p=dropout, is_causal=causal, scale=0.5", "test_models.py softmax"),
+    Mutant("models/layers.py", "mask_BN = mask_BN | ~mask_BN.any(dim=1, keepdim=True)", "pass",
+           "test_models.py padding_is_finite"),
+    Mutant("models/dropout.py", "width**-0.5, k_HNK", "0.5, k_HNK", "test_dropout.py formula"),
+    Mutant("models/dropout.py", "score_HRJ.masked_fill_(self.hidden_BN[b, columns], -torch.inf)",
+           "pass", "test_dropout.py formula"),
+    Mutant("models/dropout.py", "ctx.scale = 1 / keep_probability(p)", "ctx.scale = 1.0",
+           "test_dropout.py unbiased"),
+    Mutant("models/encoder.py", "F.pad(mask_BL, (1, 0), value=True)",
+           "torch.cat([mask_BL[:, :1], mask_BL], dim=1)", "test_models.py class_token"),
+    Mutant("models/classifier.py", "mask_BSL = positions_L < lengths_BS[..., None]",
+           "mask_BSL = (positions_L < lengths_BS[..., None]) & (tokens_BSL > 1)",
+           "test_models.py black"),
+    Mutant("models/classifier.py", "weight_BL.sum(dim=1, keepdim=True).clamp(min=1))",
+           "mask_BL.shape[1])", "test_models.py neither_neighbours"),
+    Mutant("models/classifier.py", "u_BD * v_BD, u_BD - v_BD", "u_BD * v_BD, v_BD - u_BD",
+           "test_golden.py golden"),
+    Mutant("models/luna.py", "return slots_M < mask_BL.sum(dim=1, keepdim=True)",
+           "return slots_M <= mask_BL.sum(dim=1, keepdim=True)", "test_luna.py as_many_slots"),
+    Mutant("models/nystromformer.py", "(mask_BL.cumsum(dim=1) * num_segments_B1 - 1)",
+           "(mask_BL.cumsum(dim=1) * num_segments_B1)", "test_nystromformer.py segments"),
+    Mutant("models/fastformer.py", "return weight_BHL.masked_fill(padding_B1L, 0.0)",
+           "return weight_BHL", "test_fastformer.py row_of_padding_has"),
+    # Tasks: readers and generators.
+    Mutant("lra/tasks/listops.py", "result = sum(args) % 10", "result = sum(args) % 9",
+           "test_listops.py gives_the_value"),
+    Mutant("lra/tasks/listops.py", "if label != value:", "if label > value:",
+           "test_listops.py label"),
+    Mutant("lra/tasks/listops_generator.py", "spawn_key=(number,)", "spawn_key=(0,)",
+           "test_listops.py distribution"),
+    Mutant("lra/tasks/text.py", "held if split == \"val\" else ~held",
+           "held if split == \"val\" else held >= 0", "test_text.py split"),
+    Mutant("lra/tasks/retrieval.py", "texts[0][:MAX_DOCUMENT_BYTES], texts[1]",
+           "texts[1][:MAX_DOCUMENT_BYTES], texts[0]", "test_retrieval.py row"),
+    Mutant("lra/tasks/image.py", "np.float32(0.2989), np.float32(0.5870)",
+           "np.float32(0.2990), np.float32(0.5870)", "test_image.py grey"),
+    Mutant("lra/tasks/pathfinder.py", '"val": order[held : 2 * held], "train": order[2 * held :]',
+           '"val": order[:held], "train": order[2 * held :]', "test_pathfinder.py split"),
+]  # fmt: skip
+
+
+def run_tests(folder: Path, words: list[str]) -> int:
+    """Exit code of pytest in the copy: 0 passed, 1 failed, others did not run, -9 took too long.
+
+    In a fork, which has torch and the other libraries already, but nothing of the project.
+    """
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        os.chdir(folder)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(nowhere, number)
+        # Compiled files are told apart by second and size, in which a break may change nothing.
+        sys.dont_write_bytecode = True
+        os.environ |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1",
+                       "HOME": str(folder.parent)}  # fmt: skip
+        sys.path[0] = str(folder)
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *words])
+        os._exit(int(code))
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    return os.waitstatus_to_exitcode(found[1])
+
+
+def outcome(folder: Path, mutant: Mutant, passing: dict[str, int]) -> str:
+    """How a break fares in the copy at `folder`; `passing` has the tests' codes without it."""
+    path = folder / mutant.file
+    text = path.read_text(encoding="utf-8")
+    if text.count(mutant.old) != 1:
+        return f"stale: its old text stands {text.count(mutant.old)} times in the file"
+    if mutant.test not in passing:
+        passing[mutant.test] = run_tests(folder, mutant.words)
+    if passing[mutant.test]:
+        return f"its tests do not pass without the break (code {passing[mutant.test]})"
+    path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        code = run_tests(folder, mutant.words)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    return {0: "SURVIVED", 1: "caught"}.get(code, f"its tests did not run (code {code})")
+
+
+def main() -> int:
+    import hydra.main  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    words = sys.argv[1:]
+    chosen = [m for m in MUTANTS if all(any(w in text for text in m) for w in words)]
+    counts: dict[str, int] = {}
+    passing: dict[str, int] = {}
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        folder = Path(name) / "repo"
+        folder.mkdir()
+        for part in COPIED:
+            source = ROOT / part
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(source, folder / part, ignore=ignored)
+            else:
+                shutil.copy2(source, folder / part)
+        if (ROOT.parent / "shared").exists():
+            (Path(name) / "shared").symlink_to((ROOT.parent / "shared").resolve())
+        for mutant in chosen:
+            started = time.monotonic()
+            found = outcome(folder, mutant, passing)
+            counts[found.partition(":")[0]] = counts.get(found.partition(":")[0], 0) + 1
+            change = " ".join(mutant.new.split())
+            print(f"{found:<9} {time.monotonic() - started:4.0f} s  {mutant.file}: {change}  "
+                  f"[{mutant.test}]", flush=True)  # fmt: skip
+    print(f"{len(chosen)} breaks: " + ", ".join(f"{n} {word}" for word, n in counts.items()))
+    return 0 if set(counts) <= {"caught"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
