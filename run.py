@@ -70,9 +70,9 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
             "hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm"
         )
     from lra.job import EXIT_CODES, Reference, run_job
-    from lra.leaderboard import setting_text
+    from lra.results.leaderboard import setting_text
     from lra.runs import now
-    from lra.weights import evaluate_checkpoint
+    from lra.trained import evaluate_checkpoint
 
     overrides = list(HydraConfig.get().overrides.task)
     if config.checkpoint is not None:

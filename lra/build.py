@@ -1,4 +1,7 @@
-"""From plain config to objects: the task, the model, and the typed form of both."""
+"""From plain config to objects: the task, the model, and the typed form of both.
+
+Training does without it; whatever sets up a run or a measurement stands on it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lra.config import RunConfig, check, fill, load_target
 
 if TYPE_CHECKING:
-    from lra.task import Task
+    from lra.tasks.task import Task
     from models.classifier import Classifier
 
 
@@ -75,7 +78,7 @@ def num_params(model: Any) -> int:
 def _target(section: Mapping[str, Any], key: str) -> tuple[type, dict[str, Any]]:
     base: type
     if key == "task":
-        from lra.task import Task as base
+        from lra.tasks.task import Task as base
     else:
         from torch.nn import Module as base
     knobs = dict(section)

@@ -29,7 +29,7 @@ from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_ke
 from lra.files import check_writable
 from lra.script import EXIT_INTERRUPTED, fail, unread
 from lra.sweep import Outcome, first_line, note_size, outcomes, summary
-from lra.task import available_cores
+from lra.tasks.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")

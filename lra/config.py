@@ -43,10 +43,10 @@ class TrainConfig:
 
     num_steps: int  # updates of the weights
     batch_size: int  # examples of an update, over all devices
-    lr: float  # peak of the rate; of schedule=rsqrt a factor, see lra/optim.py
+    lr: float  # peak of the rate; of schedule=rsqrt a factor, see lra/training/optim.py
     warmup_steps: int  # over which the rate rises
     eval_every: int  # steps between evaluations on the validation split
-    schedule: Schedule = "one_cycle"  # of the rate over steps; formulas in lra/optim.py
+    schedule: Schedule = "one_cycle"  # of the rate over steps; formulas in lra/training/optim.py
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW: decay of both moments
     eps: float = 1e-8  # of AdamW, added to the denominator
     weight_decay: float = 0.0  # decoupled, on all parameters

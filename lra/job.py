@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from lra import runs
 from lra.build import make_model, make_task, model_name, num_params, resolved
 from lra.config import NO_NUMBERS, LoggerConfig, RunConfig, config_hash, flatten
+from lra.console import duration, percent
 from lra.files import check_writable, is_refused, refusal, storing, write_atomically
-from lra.progress import Progress, duration, percent
-from lra.task import Dataset, Task, prepare
-from lra.weights import selected_weights
+from lra.tasks.task import Dataset, Task, prepare
+from lra.training.progress import Progress
+from lra.training.weights import selected_weights
 
 if TYPE_CHECKING:
-    from lra.hardware import Hardware
-    from lra.records import Protocol, Record, Status
-    from lra.trainer import Result
+    from lra.results.records import Protocol, Record, Status
+    from lra.training.hardware import Hardware
+    from lra.training.trainer import Result
 
 EXIT_CODES = {
     "completed": 0, "at_chance": 0, "failed": 1, "diverged": 3, "out_of_memory": 4,
@@ -56,10 +57,11 @@ def run_job(
     # Everything that can be refused is refused before data are touched.
     plain = resolved(config)
     task = make_task(config)
-    from lra import distributed, records
-    from lra.checkpoint import seed_everything
-    from lra.hardware import Hardware
-    from lra.logger import check_installed, make_logger
+    from lra.results import records
+    from lra.training import distributed
+    from lra.training.checkpoint import seed_everything
+    from lra.training.hardware import Hardware
+    from lra.training.logger import check_installed, make_logger
 
     check_installed(config.logger)
 
@@ -78,8 +80,9 @@ def run_job(
         return _run_in_processes(config, overrides, reference, run_dir, first)
     distributed.join(hardware.device.type)
 
-    from lra.stopping import Interrupted
-    from lra.trainer import Diverged, Refused, is_out_of_memory, train
+    from lra.training.evaluate import is_at_chance
+    from lra.training.stopping import Interrupted
+    from lra.training.trainer import Diverged, Refused, is_out_of_memory, train
 
     is_main = distributed.is_main()
     progress = Progress(quiet=not is_main)
@@ -146,7 +149,7 @@ def run_job(
                 if trace != message:
                     write_atomically(run_dir / "traceback.txt", trace)
                     progress.say(trace)
-            if result is not None and records.is_at_chance(
+            if result is not None and is_at_chance(
                 result.state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
             ):
                 status, message = "at_chance", "validation accuracy never left chance"
@@ -200,7 +203,8 @@ def _run_in_processes(
     """Run the job in `hardware.num_devices` processes of this machine and return its record."""
     import tempfile
 
-    from lra import distributed, records
+    from lra.results import records
+    from lra.training import distributed
 
     def own() -> tuple[Path | None, int]:
         path = runs.own_record(run_dir, first)
@@ -274,7 +278,7 @@ def protocol_of(
     config: RunConfig, plain: dict[str, Any], reference: Reference, task: Task, data: Dataset
 ) -> Protocol:
     """What the run's number will mean."""
-    from lra.records import Protocol
+    from lra.results.records import Protocol
 
     counts = {split: len(getattr(data, split)) for split in ("train", "val", "test")}
     kind: Any = task.kind
@@ -301,7 +305,7 @@ def protocol_of(
 
 def _finished(own: Path | None, run_dir: Path, data: Dataset, progress: Progress) -> Path | None:
     """The record made in the run's folder, if it is of a run that came to its end."""
-    from lra import records
+    from lra.results import records
 
     if own is None:
         return None
@@ -407,7 +411,7 @@ def _data_left_aside(config: RunConfig, reference: Reference) -> str:
 def _conclude(
     progress: Progress, record: Record, path: Path, others: list[tuple[Path, Record]]
 ) -> None:
-    from lra.leaderboard import load_published, task_table
+    from lra.results.leaderboard import load_published, task_table
 
     if record.result is None:
         progress.say(f"{record.status}: {record.message}")
@@ -425,7 +429,7 @@ def _conclude(
 
 
 def _result_block(result: Result | None, num_val: int) -> Any:
-    from lra.records import RunResult, SplitResult, pack_correct
+    from lra.results.records import RunResult, SplitResult, pack_correct
 
     if result is None:
         return None

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lra import files, records
+from lra import files
+from lra.console import percent
 from lra.files import write_atomically
-from lra.progress import percent
-from lra.records import Record, unpack_correct
-from lra.statistics import compare
+from lra.results import records
+from lra.results.records import Record, unpack_correct
+from lra.results.statistics import compare
 
 STATUS = "status.json"
 

@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lra.console import duration, percent
 from lra.files import write_atomically
-from lra.progress import duration, percent
 
 NUM_JOBS = "num_jobs"  # a file in the sweep's folder
 STATUS_COLUMNS = ("job", "status", "test %", "run")

@@ -1,10 +1,11 @@
-"""A trained model in Python: what a person has goes in, a class comes out.
+"""A trained model: evaluated alone, or in Python, where a class comes out of what a person has.
 
 Shapes: N examples, C classes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -14,10 +15,16 @@ import torch
 from torch import Tensor
 
 from lra.build import make_model, make_task
-from lra.checkpoint import step_of
-from lra.config import RunConfig, fill, nearest
-from lra.data import TokenArrays, eval_batches
-from lra.weights import selected_path, selected_weights, stored_config
+from lra.config import RunConfig, TrainConfig, fill, nearest
+from lra.console import percent
+from lra.results.statistics import wilson
+from lra.tasks.batches import TokenArrays, eval_batches
+from lra.tasks.task import prepare
+from lra.training.checkpoint import step_of
+from lra.training.evaluate import evaluate
+from lra.training.hardware import Hardware
+from lra.training.progress import Progress
+from lra.training.weights import selected_path, selected_weights, stored_config
 
 
 class TrainedModel:
@@ -119,3 +126,59 @@ def _warn_if_unfinished(run: Path, step: int, num_steps: int) -> None:
             f"{run} is not finished ({status}): weights of step {step} of {num_steps}",
             stacklevel=4,
         )
+
+
+def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
+    """Evaluate the selected weights of a run, on the data, paths and hardware of `config`.
+
+    Raises:
+        ValueError: no such run or weights, an override that the checkpoint decides, or data with
+            another vocabulary.
+    """
+    assert config.checkpoint is not None
+    source = Path(config.checkpoint)
+    if not source.exists():
+        raise ValueError(f"checkpoint={source}: no such run folder or checkpoint file")
+    run_dir = source if source.is_dir() else source.parent.parent
+    for override in overrides:
+        name = override.lstrip("+").partition("=")[0]
+        if not name.startswith(("checkpoint", "paths.", "hardware", "task.source", "task.path")):
+            raise ValueError(
+                f"{override}: with checkpoint={config.checkpoint} the run's own config decides; "
+                "only paths, hardware, task.source and task.path can be given"
+            )
+    stored = stored_config(run_dir, f"checkpoint={source}")
+    place = {k: v for k, v in config.task.items() if k in ("source", "path")
+             and any(o.lstrip("+").startswith(f"task.{k}=") for o in overrides)}  # fmt: skip
+    config = dataclasses.replace(
+        config, seed=stored["seed"], model=stored["model"], shape=stored["shape"],
+        task=stored["task"] | place, train=fill(TrainConfig, stored["train"], "train"),
+    )  # fmt: skip
+    task = make_task(config)
+    hardware = Hardware(config.hardware)
+    model = make_model(config, task)
+    path = selected_path(source, vocabulary=task.vocabulary_hash())
+    model.load_state_dict(selected_weights(path, model))
+    model.to(hardware.device)
+    data = prepare(task, config.paths.cache)
+    progress = Progress()
+    progress.say(f"{run_dir.name}: {task.describe_source()}\nweights of {_step_text(path)}")
+    for name in ("val", "test"):
+        size = config.hardware.micro_batch_size or config.train.batch_size
+        split = getattr(data, name)
+        with progress.counting(name, len(split)) as show:
+            metrics = evaluate(model, split, hardware, batch_size=size, check=show)
+        low, high = (100 * end for end in wilson(metrics.accuracy, metrics.num_examples))
+        progress.say(
+            f"{name:<5} accuracy {percent(100 * metrics.accuracy)} % (95 % interval {low:.1f} to "
+            f"{high:.1f})  loss {metrics.loss:.4f}  {metrics.num_examples:,} examples"
+        )
+
+
+def _step_text(path: Path) -> str:
+    try:
+        step = f"step {step_of(path):,}"
+    except ValueError:  # copied to another name
+        return f"{path}, whose name tells no step"
+    best = path.name.startswith("best-")
+    return f"{step}, {'the best on validation' if best else 'the last one saved'} ({path})"

@@ -46,18 +46,6 @@ from hydra.errors import HydraException  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
-from lra import papers  # noqa: E402
-from lra.benchmarks import (  # noqa: E402
-    BASELINE,
-    SCHEMA_VERSION,
-    Benchmark,
-    Key,
-    Measurement,
-    ratio_text,
-    save,
-    summarise,
-)
-from lra.cells import CellFailed, in_own_process  # noqa: E402
 from lra.cli import (  # noqa: E402
     CONFIGS,
     GROUPS,
@@ -67,8 +55,21 @@ from lra.cli import (  # noqa: E402
     run_program,
 )
 from lra.config import RunConfig, fill, nearest  # noqa: E402
+from lra.results.efficiency import benchmark_tables  # noqa: E402
+from lra.results.tables import Table  # noqa: E402
 from lra.script import Parser  # noqa: E402
-from lra.task import available_cores  # noqa: E402
+from lra.speed.benchmarks import (  # noqa: E402
+    BASELINE,
+    SCHEMA_VERSION,
+    Benchmark,
+    Key,
+    Measurement,
+    ratio_text,
+    save,
+    summarise,
+)
+from lra.speed.cells import CellFailed, in_own_process  # noqa: E402
+from lra.tasks.task import available_cores  # noqa: E402
 
 LENGTHS = (1024, 2048, 3072, 4096)
 PACKAGES = {"nystrom_attention": "nystrom-attention", "transformers_nystromformer": "transformers"}
@@ -201,7 +202,7 @@ def all_models() -> list[str]:
 
 def chosen(settings: Settings) -> list[str]:
     """The models to measure, as they were named."""
-    from lra.peers import PEERS
+    from lra.speed.peers import PEERS
 
     models = list(settings.models or all_models())
     return models + [peer for peer in PEERS if settings.peers and peer not in models]
@@ -216,7 +217,7 @@ def composed(models: Sequence[str], overrides: list[str], settings: Settings) ->
     import torch
 
     from lra.build import make_model, make_task, resolved
-    from lra.peers import PEERS, REFERENCES
+    from lra.speed.peers import PEERS, REFERENCES
 
     others = PEERS | REFERENCES
     task = [] if any(o.startswith("task=") for o in overrides) else ["task=text"]
@@ -327,7 +328,7 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
                 found, overrides=words, load_average=load_average, started_at=started_at
             )
             path = save(found, config.paths.results)
-            for title, table in papers.benchmark_tables(found):
+            for title, table in benchmark_tables(found):
                 print(f"\n{title}\n\n{table.markdown()}", end="")
             print(f"\nrecord   {path}")
 
@@ -335,7 +336,7 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
 def as_record(rounds: Rounds, config: RunConfig, settings: Settings) -> Benchmark:
     """Everything measured so far."""
     from lra.build import make_task
-    from lra.records import environment
+    from lra.results.records import environment
 
     task, precision = make_task(config), config.hardware.precision
     device = rounds.hardware.get("device", config.hardware.device)
@@ -364,7 +365,7 @@ def as_record(rounds: Rounds, config: RunConfig, settings: Settings) -> Benchmar
 
 def show_breakdown(settings: Settings, overrides: list[str]) -> None:
     """Print each model's parts of a training step at each length, and its roofline."""
-    from lra.breakdown import Roofline, breakdown_table
+    from lra.speed.breakdown import Roofline, breakdown_rows
 
     models = chosen(settings)
     configs = composed(models, overrides, settings)
@@ -386,7 +387,7 @@ def show_breakdown(settings: Settings, overrides: list[str]) -> None:
                 print(f"round {number + 1}  {model}", flush=True)
         print(f"\ntraining step, {length:,} tokens, batch {settings.batch_size}: percent of the "
               f"step, median over {settings.repeats} rounds (smallest to largest)\n")  # fmt: skip
-        print(breakdown_table(rounds).markdown())
+        print(Table(["Part", *models], breakdown_rows(rounds)).markdown())
         for model, found in rounds.items():
             print(f"{model}: {Roofline.of(found)}")
 

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from lra.build import model_name, resolved  # noqa: E402
 from lra.cli import CONFIGS, compose_config, typed  # noqa: E402
 from lra.config import config_hash, flatten, nearest  # noqa: E402
-from lra.leaderboard import (  # noqa: E402
+from lra.results.leaderboard import (  # noqa: E402
     LEFT_OUT,
     TASKS,
     Cell,
@@ -34,9 +34,9 @@ from lra.leaderboard import (  # noqa: E402
     variants,
     why_left_out,
 )
-from lra.records import Record, load_all, unpack_correct  # noqa: E402
+from lra.results.records import Record, load_all, unpack_correct  # noqa: E402
+from lra.results.statistics import Comparison, compare  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
-from lra.statistics import Comparison, compare  # noqa: E402
 
 Runs = tuple[Record, ...]
 # Kinds of finished runs, the best first: None is what the leaderboard's main table takes.

@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra import floors  # noqa: E402
 from lra.build import make_task  # noqa: E402
 from lra.cli import compose_config, run_program, typed  # noqa: E402
-from lra.progress import percent  # noqa: E402
-from lra.task import prepare  # noqa: E402
+from lra.console import percent  # noqa: E402
+from lra.results import floors
+from lra.tasks.task import prepare  # noqa: E402
 
 
 def main() -> None:

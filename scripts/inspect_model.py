@@ -54,9 +54,9 @@ def report(overrides: list[str], lengths: list[int]) -> str:
 
     import torch
 
-    from lra import inspect
-    from lra.hardware import Hardware
     from lra.job import Reference, compare
+    from lra.speed import cost
+    from lra.training.hardware import Hardware
     from models.classifier import Classifier
 
     hardware = Hardware(config.hardware)
@@ -78,16 +78,16 @@ def report(overrides: list[str], lengths: list[int]) -> str:
     rule = "within the 10 % rule" if 10 * params <= 11 * baseline_params else "over the 10 % rule"
     shapes = [
         (stage, ", ".join(map(str, outputs)))
-        for stage, outputs in inspect.stage_shapes(make(LENGTHS[0]), LENGTHS[0])
+        for stage, outputs in cost.stage_shapes(make(LENGTHS[0]), LENGTHS[0])
     ]
     width = max(len(stage) for stage, _ in shapes)
-    found = inspect.costs(make, [*lengths, task.max_length], hardware)
+    found = cost.costs(make, [*lengths, task.max_length], hardware)
     examples = "one sequence" if task.num_sequences == 1 else f"{task.num_sequences} sequences"
     lines = [
         f"{name} on {task.name}, recipe {config.recipe}",
         "",
-        *inspect.parameter_table(
-            name, inspect.parameters_by_part(ours), inspect.parameters_by_part(baseline)
+        *cost.parameter_table(
+            name, cost.parameters_by_part(ours), cost.parameters_by_part(baseline)
         ),
         f"{percent} against softmax: {rule}",
         f"not apples to apples: {'; '.join(why_not)}" if why_not else "apples to apples",
@@ -95,9 +95,9 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
         "FLOPs: of the matrix products of a forward pass; training takes about three times as many",
         "activations: what training keeps for the backward pass, parameters left out",
-        *inspect.cost_table(found, lengths, task.num_sequences),
-        *inspect.run_cost(found, config.train, task.max_length, task.num_sequences),
-        *inspect.run_hours(found, config.train, task.max_length, task.official_sizes.get("val")),
+        *cost.cost_table(found, lengths, task.num_sequences),
+        *cost.run_cost(found, config.train, task.max_length, task.num_sequences),
+        *cost.run_hours(found, config.train, task.max_length, task.official_sizes.get("val")),
         "",
         f"shapes of {examples}, {LENGTHS[0]:,} tokens each",
         *(f"{stage.ljust(width)}  {text}" for stage, text in shapes),

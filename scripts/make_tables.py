@@ -19,11 +19,21 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lra import benchmarks, figures, latex, leaderboard, papers, records, report, tables  # noqa: E402
 from lra.config import nearest  # noqa: E402
 from lra.files import check_writable, replacing  # noqa: E402
-from lra.floors import load_all as load_floors  # noqa: E402
+from lra.results import (  # noqa: E402
+    efficiency,
+    figures,
+    latex,
+    leaderboard,
+    papers,
+    records,
+    report,
+    tables,
+)
+from lra.results.floors import load_all as load_floors  # noqa: E402
 from lra.script import run_script  # noqa: E402
+from lra.speed import benchmarks  # noqa: E402
 
 
 def generate(
@@ -49,12 +59,12 @@ def generate(
     floors, damaged = load_floors(results)
     more += damaged
     published = leaderboard.load_published(_own_or_ours(results, "published.csv"))
-    efficiency = papers.load_efficiency(_own_or_ours(results, "published_efficiency.csv"))
+    published_speed = efficiency.load_efficiency(_own_or_ours(results, "published_efficiency.csv"))
     check_names(options, runs, published)
     check_place(results, out, chosen)
     board = leaderboard.build(runs, published, options, floors)
     bench = [replace(b, cells=[c for c in b.cells if options.shows(c.model)]) for b in bench]
-    efficiency = [e for e in efficiency if options.published and options.shows(e.model)]
+    published_speed = [e for e in published_speed if options.published and options.shows(e.model)]
     for message in [*warnings, *more, *board.notes]:
         say(message)
     # Messages name files relative to the results folder, so that they are the same everywhere.
@@ -75,9 +85,9 @@ def generate(
         markdown = papers.paper_markdown(paper, board.published, board.rows)
         files[f"tables/{paper.name}.md"] = markdown
         files[f"tables/{paper.name}.tex"] = latex.paper_file(paper, board)
-    speed = papers.efficiency_tables(board.rows, bench, efficiency)
-    files["tables/efficiency.md"] = papers.efficiency_markdown(speed, efficiency)
-    files["tables/efficiency.tex"] = latex.efficiency_file(board, bench, efficiency)
+    speed = efficiency.efficiency_tables(board.rows, bench, published_speed)
+    files["tables/efficiency.md"] = efficiency.efficiency_markdown(speed, published_speed)
+    files["tables/efficiency.tex"] = latex.efficiency_file(board, bench, published_speed)
 
     missing = figures.unavailable()
     if with_figures and not missing:

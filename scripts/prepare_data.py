@@ -35,10 +35,10 @@ from lra.cli import (  # noqa: E402
     typed,
 )
 from lra.config import nearest  # noqa: E402
-from lra.data import ARRAYS  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
 from lra.script import EXIT_USAGE, Parser  # noqa: E402
-from lra.task import SPLITS, Dataset, Task, prepare, verify  # noqa: E402
+from lra.tasks.batches import ARRAYS  # noqa: E402
+from lra.tasks.task import SPLITS, Dataset, Task, prepare, verify  # noqa: E402
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 

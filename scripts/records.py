@@ -26,10 +26,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.config import NO_IDENTITY, config_hash, flatten  # noqa: E402
+from lra.console import percent  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
-from lra.leaderboard import finished, setting_text, task_title  # noqa: E402
-from lra.progress import percent  # noqa: E402
-from lra.records import (  # noqa: E402
+from lra.results.leaderboard import finished, setting_text, task_title  # noqa: E402
+from lra.results.records import (  # noqa: E402
     Record,
     free_path,
     load,
@@ -40,8 +40,8 @@ from lra.records import (  # noqa: E402
     siblings,
     started,
 )
+from lra.results.statistics import wilson  # noqa: E402
 from lra.script import run_script  # noqa: E402
-from lra.statistics import wilson  # noqa: E402
 
 COMMANDS = ("list", "show", "command", "diff", "validate", "merge")
 

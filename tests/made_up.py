@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lra.config import config_hash
-from lra.records import Protocol, Record, RunResult, SplitResult, pack_correct
+from lra.results.records import Protocol, Record, RunResult, SplitResult, pack_correct
 
 NUM_TEST = {"listops": 2000, "text": 25000, "retrieval": 17437, "image": 10000,
             "pathfinder": 20000, "pathx": 20000, "digitsum": 1000}  # fmt: skip

@@ -252,8 +252,9 @@ if __name__ == "__main__":
     for name in HEAVY:
         with contextlib.suppress(ImportError):  # some come with extras
             importlib.import_module(name)
-    for package in ("models", "lra", "lra.tasks"):
-        for info in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            importlib.import_module(f"{package}.{info.name}")
+    for package in ("models", "lra"):
+        path = importlib.import_module(package).__path__
+        for info in pkgutil.walk_packages(path, f"{package}."):
+            importlib.import_module(info.name)
     gc.freeze()  # collections in the forks leave alone what they share
     become(*serve(socket.socket(fileno=int(sys.argv[1]))), own_path)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lra.cli import CONFIGS, compose_config, typed
 from lra.job import Reference, run_job
-from lra.leaderboard import TITLES
+from lra.results.leaderboard import TITLES
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TASKS = ["listops", "text", "retrieval", "image", "pathfinder", "pathx"]

@@ -16,13 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from lra import cells, papers, peers
-from lra.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
-from lra.breakdown import ORDER, Roofline, breakdown, breakdown_table, count
-from lra.cells import CellFailed, in_own_process
 from lra.config import RunConfig, fill
-from lra.hardware import Hardware
-from lra.measure import measure, random_batch, step_times
+from lra.results import efficiency
+from lra.speed import cells, peers
+from lra.speed.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
+from lra.speed.breakdown import ORDER, Roofline, breakdown, breakdown_rows, count
+from lra.speed.cells import CellFailed, in_own_process
+from lra.speed.measure import measure, random_batch, step_times
+from lra.training.hardware import Hardware
 from models.encoder import make_encoder
 from models.shape import Shape
 from tests import programs
@@ -179,8 +180,8 @@ def test_measured_ratios_stand_beside_the_published() -> None:
         schema_version=1, device="cpu", hardware="Some CPU", precision="float32", threads=1,
         batch_size=32, cells=cells, environment={}, recipe="lra",
     )  # fmt: skip
-    published = papers.load_efficiency(ROOT / "results" / "published_efficiency.csv")
-    speed, memory = papers.beside_tables([benchmark], published)
+    published = efficiency.load_efficiency(ROOT / "results" / "published_efficiency.csv")
+    speed, memory = efficiency.beside_tables([benchmark], published)
     assert speed[1].header == ["Model", "Variant", "1K", "2K", "3K", "4K", "Figures"]
     ours = "measured, Some CPU, float32, batch 32, 1 thread, recipe lra"
     assert speed[1].rows[-2:] == [
@@ -190,7 +191,7 @@ def test_measured_ratios_stand_beside_the_published() -> None:
     assert memory[1].rows[-2][2] == "0.25"
     linformer = next(row for row in memory[1].rows if row[0] == "Linformer")
     assert linformer[5] == f"{0.99 / 9.48:.2f}"  # printed in GB only
-    assert papers.beside_tables([], published) == []
+    assert efficiency.beside_tables([], published) == []
     assert json.loads(benchmark.to_json())["cells"][0]["model"] == "softmax"
 
 
@@ -309,7 +310,7 @@ def test_counted_attention_is_that_of_the_textbook() -> None:
 
 
 def test_a_step_falls_into_parts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lra.breakdown.REPEATS", 1)
+    monkeypatch.setattr("lra.speed.breakdown.REPEATS", 1)
     config = fill(RunConfig, values(script, "fastformer", 64))
     hardware = Hardware(config.hardware)
     found = breakdown(config, hardware, time_s=0.01)
@@ -319,10 +320,10 @@ def test_a_step_falls_into_parts(script: ModuleType, monkeypatch: pytest.MonkeyP
     ]  # fmt: skip
     assert all(seconds > 0 for seconds in parts.values()), parts
     assert found["flops"] > 3 * 2 * 2 * 64 * 64 * 128 and found["bytes"] > 0
-    table = breakdown_table({"softmax": [found, found], "fastformer": [found, found]})
-    assert len(table.rows) == len(ORDER) + 1 + 2  # two mixers; the step and its ratio
-    assert table.rows[-1] == ["times softmax's speed", *["1.00 (spread 0 %)"] * 2]
-    shares = [float(row[1].split()[0]) for row in table.rows[:-2]]
+    rows = breakdown_rows({"softmax": [found, found], "fastformer": [found, found]})
+    assert len(rows) == len(ORDER) + 1 + 2  # two mixers; the step and its ratio
+    assert rows[-1] == ["times softmax's speed", *["1.00 (spread 0 %)"] * 2]
+    shares = [float(row[1].split()[0]) for row in rows[:-2]]
     assert sum(shares) == pytest.approx(100, abs=1)
 
 

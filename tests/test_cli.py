@@ -17,9 +17,10 @@ from unittest.mock import patch
 
 import pytest
 
-from lra import checkpoint, records
 from lra.cli import compose_config, typed
-from lra.progress import percent
+from lra.console import percent
+from lra.results import records
+from lra.training import checkpoint
 from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -333,10 +334,13 @@ def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not list(tmp_path.glob("outputs/*/metrics.jsonl")):
         time.sleep(0.01)
-    code, _, err = call(tmp_path, *long)
-    first.kill()
-    first.communicate()
-    assert code == 2 and "another process is working on this very run" in err
+    try:
+        done = programs.call("run.py", *long, cwd=tmp_path, timeout=60)
+    finally:
+        first.kill()
+        first.communicate()
+    assert done.returncode == 2
+    assert "another process is working on this very run" in done.stderr
 
 
 @pytest.mark.parametrize("moves", ["false", "true"])

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lra.records import Record, RunResult, SplitResult, save
-from lra.statistics import Comparison, compare, mean_std, t_95, wilson
+from lra.results.records import Record, RunResult, SplitResult, save
+from lra.results.statistics import Comparison, compare, mean_std, t_95, wilson
 from tests import programs
 from tests.made_up import make_record
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import lra.files
-import lra.task
-from lra import data
-from lra.data import Batch, TokenArrays, epoch_order, eval_batches, train_batches
+import lra.tasks.batches
+import lra.tasks.task
 from lra.files import append, write_atomically
-from lra.task import fingerprint_files, prepare, stratified, verify
+from lra.tasks.batches import Batch, TokenArrays, epoch_order, eval_batches, train_batches
+from lra.tasks.task import fingerprint_files, prepare, stratified, verify
 from tests import programs
 from tests.programs import ROOT
 from tests.toy import SIZES, Toy, toy_data
@@ -165,13 +165,13 @@ def test_a_cache_whose_files_look_changed_is_checked_once(
     data = toy_data(place)
     assert len(data.train) == SIZES["train"]
     assert capsys.readouterr().err == f"checking every byte of {data.folder}, once\n"
-    monkeypatch.setattr(lra.task, "file_sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(lra.tasks.task, "file_sha256", lambda _: pytest.fail("read again"))
     assert len(toy_data(place).train) == SIZES["train"]
     assert capsys.readouterr().err == ""
 
 
 def test_a_new_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lra.task, "file_sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(lra.tasks.task, "file_sha256", lambda _: pytest.fail("read again"))
     for _ in range(2):
         assert len(toy_data(tmp_path).train) == SIZES["train"]
 
@@ -238,12 +238,12 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path
 def test_a_ready_cache_is_opened_where_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lra.task
+    import lra.tasks.task
 
     def refuse(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(lra.task, "write_atomically", refuse)
+    monkeypatch.setattr(lra.tasks.task, "write_atomically", refuse)
     source = tmp_path / "source.txt"
     source.write_text("content")
     assert len(fingerprint_files([source], tmp_path / "cache")) == 64
@@ -401,12 +401,10 @@ def test_opening_a_cache_maps_the_tokens(tmp_path: Path) -> None:
 def test_a_full_disk_is_also_known_without_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lra.data
-
     def half_written(*_: object) -> None:
         raise OSError("2000 requested and 1520 written")  # as numpy has it
 
-    monkeypatch.setattr(lra.data.np, "save", half_written)
+    monkeypatch.setattr(lra.tasks.batches.np, "save", half_written)
     with pytest.raises(OSError, match=r"toy-\w+: the cache was not written \(2000 .*paths.cache"):
         toy_data(tmp_path)
 
@@ -422,17 +420,15 @@ def test_a_full_disk_is_told_with_the_file() -> None:
 
 @needs_full_disk
 def test_a_full_disk_leaves_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lra.data
+    original = lra.tasks.batches.SplitWriter.add
 
-    original = lra.data.SplitWriter.add
-
-    def fails(self: lra.data.SplitWriter, *args: object) -> None:
+    def fails(self: lra.tasks.batches.SplitWriter, *args: object) -> None:
         original(self, *args)  # type: ignore[arg-type]
         if len(self.labels) == 5:
             with open("/dev/full", "wb", buffering=0) as full:
                 full.write(b"x")
 
-    monkeypatch.setattr(lra.data.SplitWriter, "add", fails)
+    monkeypatch.setattr(lra.tasks.batches.SplitWriter, "add", fails)
     with pytest.raises(
         OSError, match=r"toy-\w+: the cache was not written \(No space left.*paths.cache"
     ):
@@ -455,7 +451,7 @@ def test_batches_built_ahead_come_in_order(num_threads: int, tmp_path: Path) -> 
         time.sleep(0.002 * (indices[0] % 3))
         return indices[0]
 
-    built = data.built_ahead(slowly, map(ids, range(40)), num_threads, tmp_path)
+    built = lra.tasks.batches.built_ahead(slowly, map(ids, range(40)), num_threads, tmp_path)
     assert list(built) == list(range(40))
 
 
@@ -473,7 +469,9 @@ def test_batches_take_no_process_and_no_shared_memory(
     order = [*train_batches(train.lengths, 8, seed=0, bucketing=True, first_step=1, last_step=9)]
     state = torch.get_rng_state()
     for alone, ahead in zip(
-        map(train.batch, order), data.built_ahead(train.batch, order, 2, tmp_path), strict=True
+        map(train.batch, order),
+        lra.tasks.batches.built_ahead(train.batch, order, 2, tmp_path),
+        strict=True,
     ):
         assert torch.equal(alone.tokens_BSL, ahead.tokens_BSL)
         assert torch.equal(alone.lengths_BS, ahead.lengths_BS)
@@ -488,7 +486,7 @@ def test_an_error_in_a_thread_is_the_callers(error: Exception, tmp_path: Path) -
             raise error
         return indices[0]
 
-    built = data.built_ahead(fail, map(ids, range(40)), 2, tmp_path)
+    built = lra.tasks.batches.built_ahead(fail, map(ids, range(40)), 2, tmp_path)
     assert [next(built) for _ in range(5)] == [0, 1, 2, 3, 4]
     with pytest.raises(type(error), match=str(error)):
         next(built)
@@ -498,14 +496,14 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, seconds in {"POLL_S": 0.02, "TELL_AFTER_S": 0.05, "GIVE_UP_AFTER_S": 0.3}.items():
-        monkeypatch.setattr(data, name, seconds)
+        monkeypatch.setattr(lra.tasks.batches, name, seconds)
     answer, asked = threading.Event(), []
 
     def hang(indices: np.ndarray) -> Any:
         return answer.wait(20)
 
     started = time.monotonic()
-    built = data.built_ahead(hang, [ids(0)], 1, tmp_path, lambda: asked.append(1))
+    built = lra.tasks.batches.built_ahead(hang, [ids(0)], 1, tmp_path, lambda: asked.append(1))
     with pytest.raises(TimeoutError, match=f"{tmp_path}: a batch could not be read"):
         next(built)
     answer.set()
@@ -519,13 +517,13 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(
 def test_who_waits_for_a_builder_says_for_whom_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = lra.task.cache_folder(toy(tmp_path), tmp_path / "cache")
+    folder, _ = lra.tasks.task.cache_folder(toy(tmp_path), tmp_path / "cache")
     building = folder.with_name(f".{folder.name}.building")
     building.mkdir(parents=True)
-    (building / lra.task.BUILDER).write_text("process 7 on node3\n")
-    monkeypatch.setattr(lra.task, "TELL_AFTER_S", 0.0)
+    (building / lra.tasks.task.BUILDER).write_text("process 7 on node3\n")
+    monkeypatch.setattr(lra.tasks.task, "TELL_AFTER_S", 0.0)
     monkeypatch.setattr(lra.files, "LOCK_POLL_S", 0.01)
-    monkeypatch.setattr(lra.task, "BUILDER_IDLE_S", 0.3)
+    monkeypatch.setattr(lra.tasks.task, "BUILDER_IDLE_S", 0.3)
     with (
         lra.files.locked(Path(f"{folder}.lock"), "paths.cache"),
         pytest.raises(OSError, match="process 7 on node3 has the lock and has written nothing"),
@@ -539,11 +537,11 @@ def test_who_waits_for_a_builder_says_for_whom_and_not_for_ever(
 def test_a_builder_that_goes_on_writing_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = lra.task.cache_folder(toy(tmp_path), tmp_path / "cache")
+    folder, _ = lra.tasks.task.cache_folder(toy(tmp_path), tmp_path / "cache")
     work = folder.with_name(f"{folder.name}.work")
     work.mkdir(parents=True)
     monkeypatch.setattr(lra.files, "LOCK_POLL_S", 0.01)
-    monkeypatch.setattr(lra.task, "BUILDER_IDLE_S", 0.4)
+    monkeypatch.setattr(lra.tasks.task, "BUILDER_IDLE_S", 0.4)
     locked = threading.Event()
 
     def build() -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lra import distributed, records
 from lra.config import HardwareConfig
+from lra.results import records
+from lra.training import distributed
 from tests import programs
 from tests.test_cli import ROOT, TINY, call, read_record, timeless
 
@@ -241,7 +242,7 @@ def test_processes_that_do_not_come_are_an_error_after_a_while(
 def test_a_signal_ends_the_waiting_for_others() -> None:
     code = (
         "import signal, sys\n"
-        "from lra import distributed\n"
+        "from lra.training import distributed\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit('in Python'))\n"
         "distributed.join('cpu')\n"
     )
@@ -275,7 +276,7 @@ def test_a_long_exchange_is_told(
 def test_a_signal_before_the_training_ends_processes_with_its_code() -> None:
     code = (
         "import threading, os, signal, time\n"
-        "from lra import distributed\n"
+        "from lra.training import distributed\n"
         "if __name__ == '__main__':\n"
         "    threading.Timer(8, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
         "    distributed.launch(time.sleep, 2, 100)\n"
@@ -289,7 +290,7 @@ def test_a_signal_before_the_training_ends_processes_with_its_code() -> None:
 def test_jobs_side_by_side_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from lra.hardware import Hardware
+    from lra.training.hardware import Hardware
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

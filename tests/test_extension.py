@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lra import records
+from lra.results import records
 from tests import programs
 from tests.test_cli import TINY
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from lra import files
-from lra.data import SplitWriter
 from lra.files import Held, NotWritten, locked, replacing, storing, write_atomically
-from lra.task import Example
+from lra.tasks.batches import SplitWriter
+from lra.tasks.task import Example
 from tests.toy import SIZES, Toy, toy_data
 
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root may act for another user")

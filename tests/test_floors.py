@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra.floors import Floors, load, load_all, measure, save
-from lra.records import load_all as load_records
-from lra.records import pack_correct
-from lra.task import prepare
+from lra.results.floors import Floors, load, load_all, measure, save
+from lra.results.records import load_all as load_records
+from lra.results.records import pack_correct
+from lra.tasks.task import prepare
 from lra.tasks.text import Text
 from scripts import floors as script
 from tests.toy import Toy, toy_data

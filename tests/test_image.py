@@ -19,9 +19,9 @@ import pytest
 import yaml
 from PIL import Image as PillowImage
 
-from lra.data import file_sha256
-from lra.task import SPLITS, cache_folder, prepare
+from lra.tasks.batches import file_sha256
 from lra.tasks.image import FILES, GREY, NUM_PIXELS, Image, read_batch
+from lra.tasks.task import SPLITS, cache_folder, prepare
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT.parent / "shared" / "data"

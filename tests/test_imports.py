@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,31 +15,116 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*(ROOT / "lra").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
 SHARED_MODEL_CODE = {"classifier", "encoder", "shape", "layers"}
+GROUND_FLOOR = {"lra.config", "lra.console", "lra.files", "lra.script"}
+# From the bottom up, each room with those that it may know besides itself. Anything of lra/ that is
+# in no other room ties them: it may know all, and only itself, run.py and scripts/ know it.
+MAY_KNOW = {
+    "models": set(),
+    "ground floor": set(),
+    "tasks": {"ground floor"},
+    "build": {"ground floor", "tasks", "models"},
+    "training": {"ground floor", "tasks"},
+    "benchmark records": {"ground floor"},
+    "speed": {"ground floor", "tasks", "build", "training", "benchmark records", "models"},
+    "results": {"ground floor", "tasks", "benchmark records"},
+    "root": {"ground floor", "tasks", "build", "training", "speed", "benchmark records", "results"},
+}
 
 
-def imports(path: Path) -> set[str]:
+def module_name(path: Path) -> str:
+    """`lra.tasks.text`; a package is called after its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path) for path in SOURCES}
+PACKAGES = {module_name(path) for path in SOURCES if path.name == "__init__.py"}
+
+
+def room(module: str) -> str:
+    """Which key of MAY_KNOW a module belongs to."""
+    if module in GROUND_FLOOR:
+        return "ground floor"
+    if module == "lra.speed.benchmarks":
+        return "benchmark records"
+    first, *rest = module.split(".")
+    wing = first if first == "models" else rest[0] if rest else "root"
+    return wing if wing in MAY_KNOW else "root"
+
+
+def imports(source: str) -> set[str]:
+    """All names that a text imports, inside functions and for type checking alone included."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            # A relative import would escape the checks below.
+            assert node.module and not node.level, ast.unparse(node)
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_layers_import_downwards_only(path: Path) -> None:
-    names = imports(path)
+def own_modules(source: str) -> set[str]:
+    """The project's modules that a text imports; of a package its members, not the package."""
+    return imports(source) & (MODULES - PACKAGES)
+
+
+def complaints(module: str, source: str) -> list[str]:
+    """Imports that the order of the rooms forbids."""
+    own, names = room(module), imports(source)
     packages = {name.split(".")[0] for name in names}
-    if "models" in path.relative_to(ROOT).parts:
-        assert not packages & {"lra", "hydra", "omegaconf"}
-        return
-    concrete = {
-        n for n in names if n.startswith("models.") and n.split(".")[1] not in SHARED_MODEL_CODE
-    }
-    assert not concrete
-    if path.name != "cli.py":  # the one place that knows Hydra
-        assert not packages & {"hydra", "omegaconf"}
+    wrong = [f"{module} is of {own} and imports {other} of {room(other)}"
+             for other in sorted(own_modules(source))
+             if room(other) not in MAY_KNOW[own] | {own}]  # fmt: skip
+    wrong += [f"{module} imports {p}" for p in sorted(packages & {"run", "scripts", "tests"})]
+    if own != "models":
+        models = sorted(n for n in names & MODULES if n.startswith("models."))
+        wrong += [f"{module} imports the concrete model {name}" for name in models
+                  if name.removeprefix("models.") not in SHARED_MODEL_CODE]  # fmt: skip
+    if module != "lra.cli":  # the one place that knows Hydra
+        wrong += [f"{module} imports {p}" for p in sorted(packages & {"hydra", "omegaconf"})]
+    return wrong
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_know_only_those_below_them(path: Path) -> None:
+    assert complaints(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("lra.files", "from lra.tasks.task import Task"),
+        ("lra.tasks.text", "import lra.training.progress"),
+        ("lra.tasks.text", "from lra import build"),
+        ("lra.training.optim", "def f():\n    from lra.results import records"),
+        ("lra.training.optim", "if TYPE_CHECKING:\n    from lra.speed.measure import Trainer"),
+        ("lra.results.tables", "from lra.speed.measure import measure"),
+        ("lra.results.tables", "from lra.training.trainer import State"),
+        ("lra.speed.measure", "from lra.results.tables import Table"),
+        ("lra.speed.measure", "from lra.job import run_job"),
+        ("lra.build", "from models.luna import LunaEncoder"),
+        ("lra.job", "from hydra import compose"),
+        ("lra.cli", "from scripts import records"),
+        ("models.luna", "from lra.config import fill"),
+    ],
+)
+def test_an_import_that_runs_back_up_is_noticed(module: str, source: str) -> None:
+    assert len(complaints(module, source)) == 1
+
+
+def test_no_modules_import_each_other() -> None:
+    """Run with -s, this also prints how many modules and imports there are."""
+    graph = {module_name(path): own_modules(path.read_text()) for path in SOURCES}
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError, which names them
+    lines = {module_name(path): len(path.read_text().splitlines()) for path in SOURCES}
+    for name in MAY_KNOW:
+        inside = [module for module in graph if room(module) == name]
+        known = [room(other) for module in inside for other in graph[module]]
+        across = len(known) - known.count(name)
+        print(f"{name}: {len(inside)} modules, {sum(lines[m] for m in inside):,} lines, "
+              f"{len(known)} imports, {across} of them across rooms")  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["model=luna", "task=listops", "--cfg", "job"]])
@@ -62,13 +148,13 @@ import importlib, pathlib, pkgutil, sys
 for name in ("tensorflow", "jax", "flax", "torchtext", "torchvision", "scipy", "datasets",
              "pyarrow", "pandas", "wandb", "tensorboard", "matplotlib"):
     sys.modules[name] = None
-import lra, lra.tasks, models
-for package in (models, lra, lra.tasks):
-    for info in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{info.name}")
+import lra, models
+for package in (models, lra):
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        importlib.import_module(info.name)
 from lra.build import make_task
 from lra.cli import compose_config, typed
-from lra.task import prepare
+from lra.tasks.task import prepare
 from lra.tasks.text import Text
 folder = pathlib.Path(sys.argv[1])
 for name in ("listops", "text", "retrieval", "image", "pathfinder", "pathx"):

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lra import inspect
 from lra.build import make_model, make_task, num_params
 from lra.cli import compose_config, typed
 from lra.config import HardwareConfig
-from lra.hardware import Hardware
+from lra.speed import cost
+from lra.training.hardware import Hardware
 from models.classifier import Classifier
 from models.encoder import Encoder
 from models.shape import Shape
@@ -57,7 +57,7 @@ def test_parameters_by_part(
     overrides: list[str], mixer: int, norms: int, extra: dict[str, int]
 ) -> None:
     model = build(*overrides)
-    parts = inspect.parameters_by_part(model)
+    parts = cost.parameters_by_part(model)
     expected = SHARED | extra
     for i in (1, 2):
         expected |= {f"layer {i} mixer": mixer, f"layer {i} norms": norms}
@@ -67,14 +67,12 @@ def test_parameters_by_part(
 
 
 def test_shared_and_fixed_parameters_count_once_or_not_at_all() -> None:
-    tied = inspect.parameters_by_part(build("shape.tie_layers=true"))
+    tied = cost.parameters_by_part(build("shape.tie_layers=true"))
     assert tied["every layer mixer"] == 7 * (D * D + D) and "layer 1 mixer" not in tied
     shared = build("model=fastformer", "model.share_layers=true")
-    parts = inspect.parameters_by_part(shared)
+    parts = cost.parameters_by_part(shared)
     assert "layer 2 mixer" not in parts and sum(parts.values()) == num_params(shared)
-    fixed = inspect.parameters_by_part(
-        build("shape.positions=sinusoidal", "shape.pooling=attention")
-    )
+    fixed = cost.parameters_by_part(build("shape.positions=sinusoidal", "shape.pooling=attention"))
     assert fixed["positions"] == 0 and fixed["pooling"] == D * D + D + D + 1
 
 
@@ -105,18 +103,18 @@ def whole_flops(mixer_flops: int, length: int) -> int:
     return LAYERS * (mixer_flops + 2 * length * 2 * D * F) + head
 
 
-def costs_of(model: str, *lengths: int) -> inspect.Costs:
+def costs_of(model: str, *lengths: int) -> cost.Costs:
     def make(length: int) -> Classifier:
         return build(f"model={model}", f"task.max_length={length}")
 
-    return inspect.costs(make, lengths, CPU)
+    return cost.costs(make, lengths, CPU)
 
 
 def test_operations_of_softmax_equal_the_count_by_hand_at_every_length() -> None:
     found = costs_of("softmax", 640, 2048, 16384)
-    assert found.hold and found.checked_at == inspect.CHECKED
-    for length, cost in found.by_length.items():
-        assert cost.flops == whole_flops(softmax_flops(length), length)
+    assert found.hold and found.checked_at == cost.CHECKED
+    for length, counted in found.by_length.items():
+        assert counted.flops == whole_flops(softmax_flops(length), length)
     assert found.flops.growth(16384).startswith("quadratic")
     assert found.activations.growth(16384) == "linear in L"  # weights are computed again
 
@@ -134,10 +132,10 @@ def test_operations_of_the_others_are_linear_and_no_more_than_the_papers_product
 ) -> None:
     found = costs_of(model, 640, 2048, 16384)
     assert found.hold
-    for length, cost in found.by_length.items():
+    for length, counted in found.by_length.items():
         # Products in another order than the paper's save some, but not half.
         expected = whole_flops(mixer_flops(length), length)
-        assert expected / 2 < cost.flops < 1.001 * expected, length
+        assert expected / 2 < counted.flops < 1.001 * expected, length
     assert found.flops.growth(16384) == found.activations.growth(16384) == "linear in L"
 
 
@@ -147,7 +145,7 @@ def test_a_training_step_has_three_times_the_operations(model: str) -> None:
     rows = (torch.ones(1, 1, 512, dtype=torch.int64), torch.tensor([[512]]))
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as step:
         classifier.eval()(*rows).sum().backward()
-    forward = inspect.count(classifier, 512, CPU).flops
+    forward = cost.count(classifier, 512, CPU).flops
     assert step.get_total_flops() == pytest.approx(3 * forward, rel=0.05)
 
 
@@ -166,7 +164,7 @@ def test_activations_are_what_training_keeps() -> None:
         positions="none", head_hidden=(), activation="relu",
     )  # fmt: skip
     model = Classifier(Encoder(shape, lambda: Plain(shape)), shape, 2)
-    costs = {n: inspect.count(model, n, CPU).activation_bytes for n in (512, 1024)}
+    costs = {n: cost.count(model, n, CPU).activation_bytes for n in (512, 1024)}
     # A token's id; the inputs of three norms, with mean and deviation; those of both maps of the
     # feed-forward, the second of which is all that relu keeps; the weight in the mean.
     row = 8 + 3 * (4 * D + 4 + 4) + 4 * D + 4 * F + 4
@@ -176,16 +174,16 @@ def test_activations_are_what_training_keeps() -> None:
 def test_half_precision_keeps_fewer_bytes() -> None:
     model = build("model=fastformer")
     half = Hardware(HardwareConfig(device="cpu", precision="bf16", num_threads=1))
-    full_bytes = inspect.count(model, 1024, CPU).activation_bytes
-    assert inspect.count(model, 1024, half).activation_bytes < 0.8 * full_bytes
+    full_bytes = cost.count(model, 1024, CPU).activation_bytes
+    assert cost.count(model, 1024, half).activation_bytes < 0.8 * full_bytes
 
 
 def test_polynomial_goes_through_its_points_and_says_how_it_grows() -> None:
-    found = inspect.Polynomial.through({n: 7 + 5 * n + 3 * n * n for n in (2, 5, 11)})
+    found = cost.Polynomial.through({n: 7 + 5 * n + 3 * n * n for n in (2, 5, 11)})
     assert found(1000) == 7 + 5_000 + 3_000_000
     assert str(found) == "7 + 5 L + 3 L²"
     assert found.growth(1000) == "quadratic in L; the square outweighs the linear part from 2 on"
-    found = inspect.Polynomial.through({n: 9 * n // 2 - 4 for n in (2, 4, 8)})
+    found = cost.Polynomial.through({n: 9 * n // 2 - 4 for n in (2, 4, 8)})
     assert str(found) == "-4 + 4.50 L" and found.growth(10**6) == "linear in L"
 
 
@@ -194,10 +192,10 @@ def test_a_model_with_many_landmarks_is_counted_at_longer_lengths() -> None:
         return build("model=nystromformer", "model.num_landmarks=600", "model.pinv_iterations=1",
                      f"task.max_length={length}")  # fmt: skip
 
-    found = inspect.costs(make, [2048, 30_000], CPU)
-    assert found.hold and found.checked_at == 2 * inspect.CHECKED
+    found = cost.costs(make, [2048, 30_000], CPU)
+    assert found.hold and found.checked_at == 2 * cost.CHECKED
     assert found.flops.growth(30_000) == "linear in L"
-    assert found.by_length[2048] == inspect.count(make(2048), 2048, CPU)
+    assert found.by_length[2048] == cost.count(make(2048), 2048, CPU)
 
 
 def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
@@ -217,17 +215,17 @@ def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
         shape = Shape(vocab_size=9, max_length=length, d_model=4, d_ff=4, num_layers=1)
         return Classifier(Encoder(shape, lambda: Odd(shape)), shape, 2)
 
-    found = inspect.costs(make, [1024, 100_000], CPU)
+    found = cost.costs(make, [1024, 100_000], CPU)
     assert not found.hold and list(found.by_length) == [1024]
-    assert not inspect.run_cost(found, typed(compose_config([])).train, 2000, num_sequences=1)
-    assert "longer ones are left out" in "\n".join(inspect.cost_table(found, [1024], 1))
+    assert not cost.run_cost(found, typed(compose_config([])).train, 2000, num_sequences=1)
+    assert "longer ones are left out" in "\n".join(cost.cost_table(found, [1024], 1))
 
 
 def test_a_whole_run_is_counted_at_its_longest_input() -> None:
     """By hand: three passes for an example trained on, one for each that is evaluated."""
     train = typed(compose_config(["task=listops", "train.eval_every=2000"])).train
     passes = whole_flops(softmax_flops(2000), 2000)
-    (line,) = inspect.run_cost(costs_of("softmax", 2000), train, 2000, num_sequences=1)
+    (line,) = cost.run_cost(costs_of("softmax", 2000), train, 2000, num_sequences=1)
     assert line == (
         f"a run, if all inputs have 2,000 tokens: {3 * 5000 * 32 * passes / 1e15:.3g} PFLOP in "
         f"training (5,000 steps of 32); 3 evaluations: {3 * 1000 * passes / 1e12:.3g} TFLOP for "
@@ -239,21 +237,21 @@ def test_hours_by_card_are_operations_over_a_share_of_the_peak() -> None:
     train = typed(compose_config(["task=listops", "train.eval_every=2000"])).train
     passes = whole_flops(softmax_flops(2000), 2000)
     found = costs_of("softmax", 2000)
-    (line,) = inspect.run_hours(found, train, 2000, num_val=700)
+    (line,) = cost.run_hours(found, train, 2000, num_val=700)
     work = (3 * 5000 * 32 + 3 * 700) * passes / 3600
     assert "700 validation examples" in line and "an estimate" in line
     assert f"A100 {work / (0.4 * 19.5e12):.2f} to {work / (0.1 * 19.5e12):.1f}, H100 SXM" in line
     # A small model waits for its launches: 5,000 steps of 5 to 20 ms.
-    (line,) = inspect.run_hours(found, replace(train, batch_size=1), 2000, num_val=None)
+    (line,) = cost.run_hours(found, replace(train, batch_size=1), 2000, num_val=None)
     assert f"RTX 4090 {5000 * 0.005 / 3600:.2f} to {5000 * 0.02 / 3600:.2f}" in line
-    assert not inspect.run_hours(found, train, 1999, num_val=None)
+    assert not cost.run_hours(found, train, 1999, num_val=None)
 
 
 def test_a_whole_run_shorter_than_the_formulas_hold_is_counted(tmp_path: Path) -> None:
     """Nystromformer with fewer tokens than landmarks: the formula would give 19 times as much."""
     done = call(tmp_path, "model=nystromformer", "task.max_length=100", "--lengths=256")
     assert done.returncode == 0, done.stderr
-    passes = inspect.count(build("model=nystromformer", "task.max_length=100"), 100, CPU).flops
+    passes = cost.count(build("model=nystromformer", "task.max_length=100"), 100, CPU).flops
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
     (line,) = [line for line in lines if line.startswith("a run, if all")]
     assert f"100 tokens: {3 * 5000 * 32 * passes / 1e12:.3g} TFLOP in training" in line

@@ -17,16 +17,19 @@ import numpy as np
 import pytest
 import torch
 
-from lra import hardware, job, records
+from lra import job
 from lra.cli import compose_config, typed
 from lra.config import HardwareConfig, RunConfig, fill
 from lra.files import Unwritable
-from lra.hardware import Hardware
 from lra.job import EXIT_CODES, Reference, run_job
-from lra.leaderboard import make_rows
-from lra.statistics import wilson
-from lra.task import Example
-from lra.weights import evaluate_checkpoint
+from lra.results import records
+from lra.results.leaderboard import make_rows
+from lra.results.statistics import wilson
+from lra.tasks.task import Example
+from lra.trained import evaluate_checkpoint
+from lra.training import hardware
+from lra.training.evaluate import is_at_chance
+from lra.training.hardware import Hardware
 from models.classifier import Classifier
 from models.softmax import SoftmaxAttention
 from tests.toy import SIZES, Toy
@@ -159,11 +162,11 @@ def test_a_constant_predictor_is_at_chance(
 def test_the_bound_of_chance(num_classes: int) -> None:
     balanced = [2000 // num_classes] * num_classes
     chance = 1 / num_classes
-    assert records.is_at_chance(chance, balanced)
+    assert is_at_chance(chance, balanced)
     spread = (chance * (1 - chance) / 2000) ** 0.5
-    assert records.is_at_chance(chance + 2.3 * spread, balanced)
-    assert not records.is_at_chance(chance + 2.4 * spread, balanced)
-    assert records.is_at_chance(0.17, [334, 186, 158, 162, 176, 170, 156, 144, 174, 340])
+    assert is_at_chance(chance + 2.3 * spread, balanced)
+    assert not is_at_chance(chance + 2.4 * spread, balanced)
+    assert is_at_chance(0.17, [334, 186, 158, 162, 176, 170, 156, 144, 174, 340])
 
 
 def test_a_run_of_more_steps_is_another_run_and_leaves_the_first_alone(tmp_path: Path) -> None:
@@ -407,8 +410,10 @@ def test_a_run_at_chance_is_told_early(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_task_that_lacks_a_method_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="task._target_=lra.task.Task: the class lacks decode, "):
-        run(tmp_path, task={"_target_": "lra.task.Task"})
+    with pytest.raises(
+        ValueError, match="task._target_=lra.tasks.task.Task: the class lacks decode, "
+    ):
+        run(tmp_path, task={"_target_": "lra.tasks.task.Task"})
 
 
 @pytest.mark.parametrize("handler", ["of a scheduler", "none"])

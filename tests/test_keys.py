@@ -41,7 +41,7 @@ def test_words_choose_keys() -> None:
 def test_what_is_shown() -> None:
     (key,) = select(all_keys(["recipe=lra"]), ["train.schedule"])
     first, *meaning, kind = show([key]).splitlines()
-    assert first == "train.schedule=rsqrt" and "lra/optim.py" in meaning[0]
+    assert first == "train.schedule=rsqrt" and "lra/training/optim.py" in meaning[0]
     assert kind.strip() == "(constant | one_cycle | inverse_sqrt | rsqrt | cosine)"
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lra import checkpoint, records
+from lra.results import records
+from lra.training import checkpoint
 from tests.test_cli import ROOT, timeless
 
 pytestmark = pytest.mark.slow

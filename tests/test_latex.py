@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lra import latex, papers, typeset
-from lra.benchmarks import Benchmark
 from lra.config import fill
-from lra.leaderboard import TASKS, Board, Options, build, load_published
+from lra.results import efficiency, latex, papers, typeset
+from lra.results.leaderboard import TASKS, Board, Options, build, load_published
+from lra.speed.benchmarks import Benchmark
 from tests.made_up import benchmark_values, make_record, sixty_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,9 +56,9 @@ def files(board: Board) -> dict[str, str]:
     benchmarks = [
         fill(Benchmark, benchmark_values(device) | {"name": device}) for device in ("cpu", "cuda")
     ]
-    efficiency = papers.load_efficiency(ROOT / "results" / "published_efficiency.csv")
+    published = efficiency.load_efficiency(ROOT / "results" / "published_efficiency.csv")
     found = {paper.name: latex.paper_file(paper, board) for paper in papers.PAPERS}
-    found["efficiency"] = latex.efficiency_file(board, benchmarks, efficiency)
+    found["efficiency"] = latex.efficiency_file(board, benchmarks, published)
     return found | {"leaderboard": latex.leaderboard(board)}
 
 

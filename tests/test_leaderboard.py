@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra import latex, papers, tables
-from lra.benchmarks import load_benchmarks, slope
-from lra.floors import Data, Floor, Floors, Score
-from lra.leaderboard import (
+from lra.console import percent
+from lra.results import efficiency, latex, papers, tables
+from lra.results.floors import Data, Floor, Floors, Score
+from lra.results.leaderboard import (
     FAIL,
     TASKS,
     Board,
@@ -34,8 +34,8 @@ from lra.leaderboard import (
     setting_text,
     task_table,
 )
-from lra.progress import percent
-from lra.records import Protocol, Record, load_all, pack_correct, save
+from lra.results.records import Protocol, Record, load_all, pack_correct, save
+from lra.speed.benchmarks import load_benchmarks, slope
 from tests import programs
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
@@ -364,7 +364,7 @@ def test_a_task_of_ones_own_has_a_column_after_the_six() -> None:
     assert averages == [before.rows[0].average(kind) for kind in ("five", "six")]
     lines = list(csv.DictReader(io.StringIO(tables.csv_text(board))))
     assert lines[0]["digitsum_percent"] == "87.5"
-    assert any(line[0] == "digitsum" for line in papers.runs_table(board.rows).rows)
+    assert any(line[0] == "digitsum" for line in efficiency.runs_table(board.rows).rows)
     only = build([*six, make_record("digitsum")], options=Options(tasks=("digitsum",)))
     assert [list(r.cells) for r in only.rows] == [["digitsum"]]
     unfinished = build([*six, make_record("digitsum", status="failed")])
@@ -526,27 +526,27 @@ def test_efficiency_tables_say_device_and_leave_uncounted_memory_empty(tmp_path:
     (folder / "cpu.json").write_text(json.dumps(benchmark_values("cpu")))
     benchmarks, warnings = load_benchmarks(tmp_path)
     assert warnings == [] and [b.name for b in benchmarks] == ["cpu", "gpu"]
-    titles = [title for b in benchmarks for title, _ in papers.benchmark_tables(b)]
+    titles = [title for b in benchmarks for title, _ in efficiency.benchmark_tables(b)]
     assert len(titles) == 4 + 6 and all("Some Device, float32, batch 8" in t for t in titles)
-    speed = papers.benchmark_tables(benchmarks[1])[0][1].rows
+    speed = efficiency.benchmark_tables(benchmarks[1])[0][1].rows
     assert speed == [
         ["luna", "10 (1.00)", "5 (2.00)", "2.5 (4.00)", "1.25", "1.00"],
         ["softmax", "10 (1.00)", "2.5 (1.00)", "0.625 (1.00)", "out of memory", "2.00"],
     ]
-    run = papers.runs_table(build([make_record()]).rows)
+    run = efficiency.runs_table(build([make_record()]).rows)
     line = dict(zip(run.header, run.rows[0], strict=True))
     assert line["Peak memory, MB"] == "-" and line["Hardware"] == "Some CPU, float32, 4 threads"
     assert (line["Batch"], line["Max. length"], line["Times softmax"]) == ("32", "2000", "1.053")
 
 
 def test_published_efficiency_keeps_its_sources() -> None:
-    rows = papers.load_efficiency(ROOT / "results" / "published_efficiency.csv")
+    rows = efficiency.load_efficiency(ROOT / "results" / "published_efficiency.csv")
     assert {r.source.split(" (")[0] for r in rows} == {
         "LRA paper",
         "Luna paper",
         "Nystromformer paper",
     }
-    text = papers.efficiency_markdown(papers.published_efficiency_tables(rows), rows)
+    text = efficiency.efficiency_markdown(efficiency.published_efficiency_tables(rows), rows)
     assert "| Transformer | lra-jax | 8.1 | 4.9 | 2.3 | 1.4 |" in text
     assert "4x4 TPU v3" in text and "likely copy error" in text
 
@@ -800,7 +800,7 @@ def test_command_names_what_is_wrong_with_a_published_file(tmp_path: Path) -> No
 
 
 def test_records_of_eight_processes_all_enter(tmp_path: Path) -> None:
-    code = ("import sys; from pathlib import Path; from lra.records import save; "
+    code = ("import sys; from pathlib import Path; from lra.results.records import save; "
             "from tests.made_up import make_record; "
             "save(make_record(seed=int(sys.argv[1])), Path(sys.argv[2]))")  # fmt: skip
     processes = [programs.start("-c", code, str(seed), tmp_path, cwd=ROOT) for seed in range(8)]

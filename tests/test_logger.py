@@ -22,7 +22,7 @@ import pytest
 from lra.cli import compose_config, typed
 from lra.config import LoggerConfig, config_hash
 from lra.job import EXIT_CODES
-from lra.logger import Logger, check_installed, make_logger, records
+from lra.training.logger import Logger, check_installed, make_logger, records
 from tests.test_sweep import BAD, GOOD, found, sweep
 
 ROOT = Path(__file__).resolve().parent.parent

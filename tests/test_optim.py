@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lra.config import TrainConfig
-from lra.optim import learning_rate, make_optimizer
+from lra.training.optim import learning_rate, make_optimizer
 
 
 def config(schedule: str, **changes: object) -> TrainConfig:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lra import progress
-from lra.progress import PLAIN_LINE_EVERY_S, Pace, Progress, counting
-from lra.trainer import train
+from lra import console
+from lra.console import PLAIN_LINE_EVERY_S, Pace, counting
+from lra.training import progress
+from lra.training.progress import Progress
+from lra.training.trainer import train
 from tests.toy import Hardware, HardwareConfig, ToyModel, toy_data, train_config
 
 
@@ -26,7 +28,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress, "time", clock)
+    for module in (console, progress):
+        monkeypatch.setattr(module, "time", clock)
     return clock
 
 

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra import records
 from lra.build import resolved
 from lra.cli import compose_config, typed
 from lra.config import config_hash
-from lra.records import (
+from lra.results import records
+from lra.results.records import (
     Record,
-    is_at_chance,
     load,
     load_all,
     pack_correct,
@@ -27,6 +26,7 @@ from lra.records import (
     save_beside,
     unpack_correct,
 )
+from lra.training.evaluate import is_at_chance
 from tests import programs
 from tests.made_up import make_record, sixty_records, write_sixty
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra import figures, papers, report, tables
-from lra.benchmarks import load_benchmarks
-from lra.floors import Data, Floor, Floors, Score
-from lra.leaderboard import TASKS, Board, Options, build, load_published
-from lra.records import Record, pack_correct, save
+from lra.results import efficiency, figures, report, tables
+from lra.results.floors import Data, Floor, Floors, Score
+from lra.results.leaderboard import TASKS, Board, Options, build, load_published
+from lra.results.records import Record, pack_correct, save
+from lra.speed.benchmarks import load_benchmarks
 from tests import programs
 from tests.browser import CHROMIUM, Browser
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
@@ -267,7 +267,7 @@ def test_figures_are_the_same_bytes_in_another_process(
 ) -> None:
     code = (
         "import sys, hashlib\n"
-        "from lra import figures; from lra.leaderboard import build\n"
+        "from lra.results import figures; from lra.results.leaderboard import build\n"
         "from tests.made_up import sixty_records\n"
         "for k, v in figures.draw(build(sixty_records().values()).rows, []).items():\n"
         "    open(sys.argv[1] + '/' + k, 'wb').write(v)\n"
@@ -489,8 +489,8 @@ def test_pictures_are_embedded_as_they_are() -> None:
 
 
 def test_efficiency_and_paper_tables_can_be_shown(board: Board) -> None:
-    titled = papers.efficiency_tables(
-        board.rows, [], papers.load_efficiency(ROOT / "results/published_efficiency.csv")
+    titled = efficiency.efficiency_tables(
+        board.rows, [], efficiency.load_efficiency(ROOT / "results/published_efficiency.csv")
     )
     data = content(
         report.page(

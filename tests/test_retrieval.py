@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import yaml
 
-from lra.data import file_sha256
-from lra.task import SPLITS, cache_folder, prepare
+from lra.tasks.batches import file_sha256
 from lra.tasks.retrieval import FILES, Retrieval, decode_literal, parse_row
+from lra.tasks.task import SPLITS, cache_folder, prepare
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT.parent / "shared" / "data"

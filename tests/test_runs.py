@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lra import records, runs
-from lra.leaderboard import Board, build
-from lra.records import Record
-from lra.report import content
-from lra.tables import markdown
+from lra import runs
+from lra.results import records
+from lra.results.leaderboard import Board, build
+from lra.results.records import Record
+from lra.results.report import content
+from lra.results.tables import markdown
 from tests.made_up import make_record
 from tests.test_job import run
 from tests.toy import Toy

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = """
 import hashlib, os, signal, threading, time
-from lra.stopping import Interrupted, end_if_stuck, stop_on_signals
+from lra.training.stopping import Interrupted, end_if_stuck, stop_on_signals
 def in_a_library():
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
 def later(seconds):
@@ -25,8 +25,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_training_that_nothing_comes_back_to_is_ended_after_a_while() -> None:
     done = python("""
-import lra.stopping
-lra.stopping.STUCK_S = 0.4
+import lra.training.stopping
+lra.training.stopping.STUCK_S = 0.4
 with stop_on_signals():
     later(0.1)
     in_a_library()
@@ -37,8 +37,8 @@ with stop_on_signals():
 
 def test_a_training_that_goes_on_is_left_to_stop_by_itself() -> None:
     done = python("""
-import lra.stopping
-lra.stopping.STUCK_S = 0.4
+import lra.training.stopping
+lra.training.stopping.STUCK_S = 0.4
 with stop_on_signals() as stop:
     later(0.1)
     for _ in range(12):  # each step is shorter than the limit, all of them are not

@@ -13,11 +13,11 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
-from lra import records
 from lra.build import resolved
 from lra.cli import CONFIGS, compose_config, typed
 from lra.config import config_hash
-from lra.leaderboard import make_rows
+from lra.results import records
+from lra.results.leaderboard import make_rows
 from lra.sweep import Outcome, has_failed, note, note_size, outcomes, position, summary
 from tests import programs
 from tests.test_cli import ROOT, TINY, start

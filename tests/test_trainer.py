@@ -18,15 +18,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lra import checkpoint
 from lra.cli import CONFIGS, compose_config, typed
 from lra.config import HardwareConfig
-from lra.data import Batch, TokenArrays
-from lra.evaluate import evaluate
-from lra.hardware import Hardware
-from lra.stopping import Interrupted
-from lra.task import Dataset
-from lra.trainer import Diverged, is_out_of_memory
+from lra.tasks.batches import Batch, TokenArrays
+from lra.tasks.task import Dataset
+from lra.training import checkpoint
+from lra.training.evaluate import evaluate
+from lra.training.hardware import Hardware
+from lra.training.stopping import Interrupted
+from lra.training.trainer import Diverged, is_out_of_memory
 from tests import programs
 from tests.toy import SIZES, ToyModel, run, toy_data
 
@@ -224,7 +224,7 @@ def test_every_generator_goes_on_where_it_stood(tmp_path: Path) -> None:
 
 SAVES = """
 import os, pathlib, signal, sys, time, torch
-from lra import checkpoint
+from lra.training import checkpoint
 folder, state = pathlib.Path(sys.argv[1]), {"model": {"w": torch.zeros(300_000)}}
 step = left_over = 0
 for attempt in range(40):
@@ -354,7 +354,7 @@ def test_the_reported_test_number_is_that_of_the_chosen_step(
     data = toy_data(tmp_path, rows=scripted_rows())
     reads: list[Any] = []
     monkeypatch.setattr(
-        "lra.trainer.evaluate",
+        "lra.training.trainer.evaluate",
         lambda m, split, *a, **k: (reads.append(split), evaluate(m, split, *a, **k))[1],
     )
     result = run(tmp_path / "run", data, model=lambda: Scripted(VAL, TEST), selection=selection)
@@ -490,7 +490,7 @@ def test_a_test_loss_that_is_not_finite_is_no_result(
         metrics = evaluate(model, split, *args, **options)
         return replace(metrics, loss=float("inf")) if split is data.test else metrics
 
-    monkeypatch.setattr("lra.trainer.evaluate", broken)
+    monkeypatch.setattr("lra.training.trainer.evaluate", broken)
     with pytest.raises(Diverged, match="the test loss is inf"):
         run(tmp_path / "run", data)
 
@@ -642,7 +642,7 @@ def test_large_tensors_reuse_memory_that_was_freed() -> None:
     code = """
 import resource, torch
 from lra.config import HardwareConfig
-from lra.hardware import Hardware
+from lra.training.hardware import Hardware
 Hardware(HardwareConfig(device="cpu", num_threads=1))
 faults = []
 for _ in range(21):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lra.config import HardwareConfig, TrainConfig
-from lra.hardware import Hardware
-from lra.progress import Progress
-from lra.task import Dataset, Example, Task, prepare
-from lra.trainer import Result, train
+from lra.tasks.task import Dataset, Example, Task, prepare
+from lra.training.hardware import Hardware
+from lra.training.progress import Progress
+from lra.training.trainer import Result, train
 
 SIZES = {"train": 40, "val": 20, "test": 20}
 

@@ -1,0 +1,1 @@
+"""Tasks: what they are, their sources, generators, caches and batches. Knows no other wing."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from lra.task import SPLITS, Task
 from lra.tasks.archives import is_archive
 from lra.tasks.beside import listing
+from lra.tasks.task import SPLITS, Task
 
 ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
 

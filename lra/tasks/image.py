@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.task import Example
 from lra.tasks.archives import read_file, tar_members
 from lra.tasks.beside import similar
 from lra.tasks.columnar import TableRow, class_of
 from lra.tasks.sources import CorpusTask, Row, held_out
+from lra.tasks.task import Example
 
 SIDE = 32
 NUM_PIXELS = SIDE * SIDE

@@ -26,8 +26,7 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from lra.progress import counting
-from lra.task import SPLITS, Example
+from lra.console import counting
 from lra.tasks.archives import count_line_ends, open_plain
 from lra.tasks.beside import similar, unread
 from lra.tasks.columnar import SUFFIXES, class_of, find_tables, table_rows
@@ -43,6 +42,7 @@ from lra.tasks.listops_generator import (
     Limits,
     generate,
 )
+from lra.tasks.task import SPLITS, Example
 from lra.tasks.workers import map_in_order
 
 READER_VERSION = 1

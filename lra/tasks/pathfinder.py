@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.files import replacing
-from lra.task import SPLITS, Example
 from lra.tasks.beside import unread
 from lra.tasks.generated import GeneratedTask
 from lra.tasks.pathfinder_files import (
@@ -32,6 +31,7 @@ from lra.tasks.pathfinder_files import (
     write_level,
 )
 from lra.tasks.pathfinder_generator import PathfinderParams, generate, params_for
+from lra.tasks.task import SPLITS, Example
 from lra.tasks.workers import map_in_order
 
 LEVELS = {

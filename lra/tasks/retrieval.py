@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.task import SPLITS, Example
 from lra.tasks.archives import count_line_ends, is_archive, open_plain
 from lra.tasks.beside import similar
 from lra.tasks.sources import READER_VERSION, FileTask, Place, distinct
+from lra.tasks.task import SPLITS, Example
 
 FILES = {split: f"new_aan_pairs.{name}.tsv"
          for split, name in zip(SPLITS, ("train", "eval", "test"), strict=True)}  # fmt: skip

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from lra.task import SPLITS, Task
 from lra.tasks.archives import is_archive
 from lra.tasks.beside import listing, unread
 from lra.tasks.columnar import TableRow, arrow_rows, find_tables, hub_tables, table_rows
+from lra.tasks.task import SPLITS, Task
 
 READER_VERSION = 1  # raise it when the same files give other examples; part of the cache's name
 STAND_IN_VERSION = 1  # likewise for the synthetic stand-ins

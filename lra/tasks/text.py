@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from lra.task import Example
 from lra.tasks.archives import read_file, tar_members
 from lra.tasks.columnar import TableRow, class_of
 from lra.tasks.sources import CorpusTask, Row, held_out
+from lra.tasks.task import Example
 
 LABELS = {"neg": 0, "pos": 1}
 NO_REVIEW = "left out, not called NUMBER_RATING.txt"

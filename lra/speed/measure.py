@@ -1,8 +1,9 @@
 """Speed and memory of one model at one length: what a process of scripts/benchmark.py runs.
 
-The batch has random ids and no padding. A training step is the harness's own (`lra.trainer`): the
-same gradient, clipping, optimiser and rate, dropout on; an inference step is a batch of
-`lra.evaluate`. The batch lies ready on the device; lra/breakdown.py has what data and logging add.
+The batch has random ids and no padding. A training step is the harness's own
+(`lra.training.trainer`): the same gradient, clipping, optimiser and rate, dropout on; an inference
+step is a batch of `lra.training.evaluate`. The batch lies ready on the device; breakdown.py has
+what data and logging add.
 
 Memory is the most that was in use at once. On CUDA that is what tensors took, parameters included.
 On a CPU it is the largest resident size of the process less the one before the first whole step,
@@ -25,15 +26,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from lra.benchmarks import Measurement
 from lra.build import make_model, make_task
-from lra.checkpoint import seed_everything
 from lra.config import RunConfig
-from lra.data import Batch
-from lra.hardware import Hardware
-from lra.optim import learning_rate, make_optimizer
-from lra.task import Task
-from lra.trainer import accumulate, is_out_of_memory
+from lra.speed.benchmarks import Measurement
+from lra.tasks.batches import Batch
+from lra.tasks.task import Task
+from lra.training.checkpoint import seed_everything
+from lra.training.hardware import Hardware
+from lra.training.optim import learning_rate, make_optimizer
+from lra.training.trainer import accumulate, is_out_of_memory
 from models.classifier import Classifier
 
 SHORT = 64  # tokens of the row that loads what is loaded late
@@ -59,7 +60,7 @@ def short_row(batch: Batch) -> Batch:
 
 
 class Trainer:
-    """The parts of a training step as `lra.trainer.train` has them, to be called one by one."""
+    """The parts of a training step as `train` has them, to be called one by one."""
 
     def __init__(self, model: Classifier, config: RunConfig, hardware: Hardware) -> None:
         self.model, self.cfg, self.hardware = model.train(), config.train, hardware
@@ -99,7 +100,7 @@ class Trainer:
 
 
 class Evaluator:
-    """What `lra.evaluate.evaluate` does with a batch."""
+    """What `lra.training.evaluate.evaluate` does with a batch."""
 
     def __init__(self, model: Classifier, config: RunConfig, hardware: Hardware) -> None:
         self.forward: Any = model.eval()

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import flatten
-from lra.leaderboard import LEFT_OUT, Board, setting_text, task_title
-from lra.records import Record
-from lra.statistics import wilson
-from lra.tables import (
+from lra.results.leaderboard import LEFT_OUT, Board, setting_text, task_title
+from lra.results.records import Record
+from lra.results.statistics import wilson
+from lra.results.tables import (
     LEGEND,
     Table,
     average_titles,

@@ -25,9 +25,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from lra.data import ARRAYS, SplitWriter, TokenArrays, file_sha256
+from lra.console import counting
 from lra.files import check_writable, locked, way_out, write_atomically
-from lra.progress import counting
+from lra.tasks.batches import ARRAYS, SplitWriter, TokenArrays, file_sha256
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name

@@ -1,9 +1,9 @@
 """A measurement in a process of its own, so that its peak memory is its own and it may fail alone.
 
 The request is JSON on standard input: `config` (a run's config as plain values) with the arguments
-of `lra.measure.measure` or, with `breakdown`, of `lra.breakdown.breakdown`; or `configs` by name
-with those of `lra.measure.step_times`. The answer is JSON lines on standard output: `hardware`
-first, so that a process which is ended from outside has at least said where it ran.
+of `measure.measure` or, with `breakdown`, of `breakdown.breakdown`; or `configs` by name with those
+of `measure.step_times`. The answer is JSON lines on standard output: `hardware` first, so that a
+process which is ended from outside has at least said where it ran.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lra.benchmarks import Measurement, Status
 from lra.config import RunConfig, fill
+from lra.speed.benchmarks import Measurement, Status
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 REFUSED = 2
 LIMIT_S = 3600.0  # a cell takes minutes; a device that hangs takes for ever
-# The timer of lra/measure.py, and the kernel's way to say that memory ran out.
+# The timer of measure.py, and the kernel's way to say that memory ran out.
 ENDED_BY: dict[int, Status] = {-signal.SIGALRM: "too_slow", -signal.SIGKILL: "out_of_memory"}
 
 
@@ -41,7 +41,7 @@ def in_own_process(request: dict[str, Any]) -> dict[str, Any]:
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "lra.cells"],
+            [sys.executable, "-m", "lra.speed.cells"],
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -69,7 +69,7 @@ def main() -> None:
     configs = {name: fill(RunConfig, values) for name, values in given.items()}
     config = next(iter(configs.values()))
 
-    from lra.hardware import Hardware
+    from lra.training.hardware import Hardware
 
     try:
         hardware = Hardware(config.hardware)
@@ -79,11 +79,11 @@ def main() -> None:
     described = hardware.describe(config.hardware.micro_batch_size)
     print(json.dumps({"hardware": described}), flush=True)
     if request.pop("breakdown", False):
-        from lra.breakdown import breakdown
+        from lra.speed.breakdown import breakdown
 
         print(json.dumps(breakdown(config, hardware, **request)))
         return
-    from lra.measure import measure, step_times
+    from lra.speed.measure import measure, step_times
 
     if "num_rounds" in request:
         print(json.dumps({"times": step_times(configs, hardware, **request)}))

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
     from lra.config import TrainConfig
-    from lra.hardware import Hardware
+    from lra.training.hardware import Hardware
     from models.classifier import Classifier
 
 FITTED = (512, 768, 1024)  # long enough to use all landmarks or memory slots of usual settings

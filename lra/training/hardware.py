@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from lra import distributed
 from lra.config import HardwareConfig
-from lra.data import Batch
+from lra.tasks.batches import Batch
+from lra.training import distributed
 
 DEFAULT_THREADS = torch.get_num_threads()  # so that no job of a sweep inherits another's choice
 

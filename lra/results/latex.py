@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lra.benchmarks import Benchmark
-from lra.leaderboard import (
+from lra.console import percent
+from lra.results.efficiency import Efficiency, benchmark_blocks, beside_tables, runs_table
+from lra.results.leaderboard import (
     AVERAGES,
     FAIL,
     FAIL_AS,
@@ -20,24 +21,20 @@ from lra.leaderboard import (
     Row,
     task_title,
 )
-from lra.papers import (
-    Efficiency,
+from lra.results.papers import (
     Paper,
-    benchmark_blocks,
-    beside_tables,
     difference,
     mean_over,
     misprint,
     printed_averages,
-    runs_table,
     stands,
     theirs,
 )
-from lra.progress import percent
-from lra.tables import BOLD, floor_notes, footnotes, measured_table
-from lra.typeset import Column, Float, Pair, document, escape, superscript
+from lra.results.tables import BOLD, floor_notes, footnotes, measured_table
+from lra.results.typeset import Column, Float, Pair, document, escape, superscript
+from lra.speed.benchmarks import Benchmark
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 SHORT = 14  # letters of a published variant that stands beside its model; a longer one is a note
 SHORT_TITLES = {"retrieval": "Retr.", "pathfinder": "Pathf."}
 # A record's reason against a comparison that has numbers of its own for each task.

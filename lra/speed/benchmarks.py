@@ -54,7 +54,7 @@ class BenchmarkCell:
     mode: Mode
     steps_per_s: float | None  # median of the rounds; None unless status is ok
     tokens_per_s: float | None
-    peak_memory_bytes: int | None  # None where it was not counted; see lra/measure.py
+    peak_memory_bytes: int | None  # None where it was not counted; see lra/speed/measure.py
     status: Status
     spread: float | None = None  # of steps_per_s: (largest - smallest) / median of the rounds
     repeats: int | None = None  # rounds

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lra.script import EXIT_INTERRUPTED
-from lra.stopping import STUCK_EARLY_S, end_if_stuck
+from lra.training.stopping import STUCK_EARLY_S, end_if_stuck
 
 JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
 EXCHANGE_LIMIT = timedelta(minutes=30)  # longest wait for another process of the run

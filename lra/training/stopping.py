@@ -124,7 +124,7 @@ def _end_once_stuck(name: str, after_s: float, over: threading.Event) -> None:
         if (frame, frame.f_lasti) != place:
             place, since = (frame, frame.f_lasti), time.monotonic()
         elif time.monotonic() - since >= after_s:
-            here = Path(__file__).parent
+            here = Path(__file__).parent.parent
             while frame.f_back and here not in Path(frame.f_code.co_filename).parents:
                 frame = frame.f_back
             where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"

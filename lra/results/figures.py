@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lra.benchmarks import Benchmark, slope
-from lra.floors import Floors
-from lra.leaderboard import Cell, Row, task_title, tasks_with_own
-from lra.progress import percent
+from lra.console import percent
+from lra.results.floors import Floors
+from lra.results.leaderboard import Cell, Row, task_title, tasks_with_own
+from lra.speed.benchmarks import Benchmark, slope
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

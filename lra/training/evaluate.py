@@ -1,8 +1,9 @@
-"""Exact loss and accuracy of a split: every example once, the last short batch included."""
+"""Exact loss and accuracy of a split, each example once, and whether that is above chance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lra import distributed
-from lra.data import TokenArrays, eval_batches
-from lra.hardware import Hardware
+from lra.tasks.batches import TokenArrays, eval_batches
+from lra.training import distributed
+from lra.training.hardware import Hardware
+
+Z_99 = 2.326347874040841  # one-sided 99 % point of the normal distribution
 
 
 @dataclass(frozen=True)
@@ -65,3 +68,10 @@ def evaluate(
         num_examples=len(split),
         correct_N=correct_N,
     )
+
+
+def is_at_chance(val_accuracy: float, val_label_histogram: Iterable[int]) -> bool:
+    """Whether an accuracy is within the 99 % binomial bound of always saying the majority class."""
+    counts = list(val_label_histogram)
+    n, majority = sum(counts), max(counts) / sum(counts)
+    return val_accuracy <= majority + Z_99 * math.sqrt(majority * (1 - majority) / n)

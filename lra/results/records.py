@@ -12,7 +12,7 @@ import math
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,6 @@ SCHEMA_VERSION = 1
 # that turns values of that version into those of the next and sets their `schema_version`. Files
 # are never rewritten: old ones pass through all functions from theirs on, each time they are read.
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
-Z_99 = 2.326347874040841  # one-sided 99 % point of the normal distribution
 
 Status = Literal["completed", "at_chance", "diverged", "out_of_memory", "interrupted", "failed"]
 
@@ -303,20 +302,13 @@ def unpack_correct(text: str, num_examples: int) -> np.ndarray:
     return bits[:num_examples].astype(bool)
 
 
-def is_at_chance(val_accuracy: float, val_label_histogram: Iterable[int]) -> bool:
-    """Whether an accuracy is within the 99 % binomial bound of always saying the majority class."""
-    counts = list(val_label_histogram)
-    n, majority = sum(counts), max(counts) / sum(counts)
-    return val_accuracy <= majority + Z_99 * math.sqrt(majority * (1 - majority) / n)
-
-
 def environment() -> dict[str, Any]:
     """Versions and the state of the source tree."""
     packages = {}
     for name in ("torch", "numpy", "hydra-core", "omegaconf", "tqdm", "filelock", "pillow"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    commit, dirty = git_state(Path(__file__).resolve().parent.parent)
+    commit, dirty = git_state(Path(__file__).resolve().parent.parent.parent)
     return {
         "python": platform.python_version(),
         "torch": packages.get("torch"),

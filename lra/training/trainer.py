@@ -21,17 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lra import checkpoint, distributed
 from lra.config import TrainConfig
-from lra.data import Batch, TokenArrays, built_ahead, train_batches
-from lra.evaluate import Metrics, evaluate
 from lra.files import append, write_atomically
-from lra.hardware import Hardware
-from lra.optim import learning_rate, make_optimizer
-from lra.progress import Progress
-from lra.records import is_at_chance
-from lra.stopping import STUCK_S, Interrupted, stop_on_signals
-from lra.task import Dataset
+from lra.tasks.batches import Batch, TokenArrays, built_ahead, train_batches
+from lra.tasks.task import Dataset
+from lra.training import checkpoint, distributed
+from lra.training.evaluate import Metrics, evaluate, is_at_chance
+from lra.training.hardware import Hardware
+from lra.training.optim import learning_rate, make_optimizer
+from lra.training.progress import Progress
+from lra.training.stopping import STUCK_S, Interrupted, stop_on_signals
 
 UNTIMED_STEPS = 5  # the first steps after a start warm caches and compilers
 CHECKPOINT_INTERVAL_S = 60.0
@@ -62,6 +61,11 @@ class State:
     timed_steps: int = 0
     timed_examples: int = 0
     timed_tokens: int = 0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None as long as no step was timed."""
+        return self.timed_tokens / self.train_time_s if self.train_time_s else None
 
 
 @dataclass(frozen=True)
@@ -275,7 +279,7 @@ def train(
             reading = state.step % cfg.log_every == 0 or evaluating or saving
             if not reading and not (is_alone and stop.requested):
                 if state.step <= timed_from:  # waited for in any case
-                    bar.update(as_rows(recent[-1:]), state)
+                    bar.update(as_rows(recent[-1:]), state.step, state.tokens_per_s)
                 else:
                     bar.advance(state.step)
                 continue
@@ -283,7 +287,7 @@ def train(
             bad = next((r for r in rows if not math.isfinite(r["loss"])), None)
             if bad:
                 raise Diverged(f"step {bad['step']}: the loss is {bad['loss']}; {REMEDY}")
-            bar.update(rows, state)
+            bar.update(rows, state.step, state.tokens_per_s)
             if distributed.any_of(bool(stop.requested), hardware.device):
                 save()
                 raise Interrupted(

@@ -1,11 +1,12 @@
 """Where the time of a training step goes, and how near it comes to what the machine can do.
 
 Parts of the forward pass are timed by hooks on the modules (clocks on a CPU, events on CUDA); data,
-gradient, optimiser and logging are the calls that `lra.trainer.train` makes. The roofline: counted
-operations of one step over the rate of a large matrix product, and counted bytes over the rate of a
-large copy, both measured in the same process. Operations are those of matrix products, attention
-and convolutions, a multiplication and an addition each, recomputation included. Bytes are what each
-operation of PyTorch reads and writes, views left out; caches can make a step faster than that.
+gradient, optimiser and logging are the calls that `lra.training.trainer.train` makes. The roofline:
+counted operations of one step over the rate of a large matrix product, and counted bytes over the
+rate of a large copy, both measured in the same process. Operations are those of matrix products,
+attention and convolutions, a multiplication and an addition each, recomputation included. Bytes are
+what each operation of PyTorch reads and writes, views left out; caches can make a step faster than
+that.
 """
 
 from __future__ import annotations
@@ -31,16 +32,15 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from lra.benchmarks import BASELINE, ratio_text
 from lra.build import make_model, make_task
-from lra.checkpoint import seed_everything
 from lra.config import RunConfig
-from lra.data import SplitWriter, TokenArrays
-from lra.hardware import Hardware
-from lra.measure import Trainer, short_row
-from lra.tables import Table
-from lra.task import Task
-from lra.trainer import State, Step, append_metrics, load_batches, read_back
+from lra.speed.benchmarks import BASELINE, ratio_text
+from lra.speed.measure import Trainer, short_row
+from lra.tasks.batches import SplitWriter, TokenArrays
+from lra.tasks.task import Task
+from lra.training.checkpoint import seed_everything
+from lra.training.hardware import Hardware
+from lra.training.trainer import State, Step, append_metrics, load_batches, read_back
 from models.classifier import Classifier
 
 WARM_STEPS = 1
@@ -338,8 +338,11 @@ def _place(part: str) -> tuple[int, str]:
     return next(i for i, start in enumerate(ORDER) if part.startswith(start)), part
 
 
-def breakdown_table(rounds: dict[str, list[dict[str, Any]]]) -> Table:
-    """Shares of the step in percent, median over the rounds, and range; models as columns."""
+def breakdown_rows(rounds: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """Shares of the step in percent, median over the rounds, and range; models as columns.
+
+    Each row starts with its part.
+    """
     names = {part for found in rounds.values() for part in found[0]["parts"]}
     lines = []
     for part in sorted(names, key=_place):
@@ -358,4 +361,4 @@ def breakdown_table(rounds: dict[str, list[dict[str, Any]]]) -> Table:
         ratios = {m: [b / s for b, s in zip(steps[BASELINE], own, strict=True)]
                   for m, own in steps.items()}  # fmt: skip
         lines.append(["times softmax's speed", *(ratio_text(r) for r in ratios.values())])
-    return Table(["Part", *rounds], lines)
+    return lines

@@ -20,13 +20,13 @@ from models.layers import StackedLinear
 from models.shape import Shape
 
 PEERS = {  # what `--peer` adds
-    "textbook": "lra.peers.TextbookAttention",
-    "nystrom_attention": "lra.peers.NystromAttentionPackage",
-    "transformers_nystromformer": "lra.peers.TransformersNystromformer",
+    "textbook": "lra.speed.peers.TextbookAttention",
+    "nystrom_attention": "lra.speed.peers.NystromAttentionPackage",
+    "transformers_nystromformer": "lra.speed.peers.TransformersNystromformer",
 }
 REFERENCES = {  # what `--check` also needs
-    "textbook_nystromformer": "lra.peers.TextbookNystrom",
-    "no_mixer": "lra.peers.NoMixer",
+    "textbook_nystromformer": "lra.speed.peers.TextbookNystrom",
+    "no_mixer": "lra.speed.peers.NoMixer",
 }
 
 

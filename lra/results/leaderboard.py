@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from lra.config import NO_IDENTITY, NO_NUMBERS, flatten
-from lra.floors import Floor, Floors
-from lra.progress import percent
-from lra.records import Record, unpack_correct
-from lra.statistics import compare, mean_std, wilson
+from lra.console import percent
+from lra.results.floors import Floor, Floors
+from lra.results.records import Record, unpack_correct
+from lra.results.statistics import compare, mean_std, wilson
 
-PUBLISHED = Path(__file__).resolve().parent.parent / "results" / "published.csv"
+PUBLISHED = Path(__file__).resolve().parent.parent.parent / "results" / "published.csv"
 TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image",
           "pathfinder": "Pathfinder", "pathx": "Path-X"}  # fmt: skip
 TASKS = tuple(TITLES)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from lra.config import fill
-from lra.data import TokenArrays
 from lra.files import write_atomically
-from lra.records import pack_correct, unpack_correct
-from lra.task import SPLITS, Dataset, Task
+from lra.results.records import pack_correct, unpack_correct
+from lra.tasks.batches import TokenArrays
+from lra.tasks.task import SPLITS, Dataset, Task
 
 FIRST_TOKEN = {"listops": "outermost operator"}  # what the first token is, in a task's own words
 

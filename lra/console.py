@@ -1,0 +1,74 @@
+"""What a person reads while a program works: figures, durations, how far something is."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+PLAIN_LINE_EVERY_S = 15.0
+
+
+class Pace:
+    """When another plain line is due: after seconds at first, in the end every 15."""
+
+    def __init__(self) -> None:
+        self.started = self.last = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether to print one now."""
+        now = time.monotonic()
+        if now - self.last < min(PLAIN_LINE_EVERY_S, max(1.0, (now - self.started) / 2)):
+            return False
+        self.last = now
+        return True
+
+
+@contextlib.contextmanager
+def counting(
+    what: str,
+    total: int | None,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    *,
+    unit: str = "examples",
+    pace: Pace | None = None,
+    quiet: bool = False,
+    leave: bool = True,
+) -> Iterator[Callable[[int], None]]:
+    """Show how far some work is: the caller says how many are done, as often as it likes.
+
+    On a terminal a bar, which stays there if `leave`; elsewhere a plain line when one is due.
+    """
+    from tqdm import tqdm
+
+    pace = pace or Pace()
+    with tqdm(
+        desc=what,
+        total=total,
+        unit=f" {unit}",
+        disable=quiet or not sys.stderr.isatty(),
+        dynamic_ncols=True,
+        leave=leave,
+    ) as bar:
+
+        def show(done: int) -> None:
+            if not bar.disable:
+                bar.update(done - bar.n)
+            elif done and not quiet and pace.is_due():
+                say(f"{what}: {done:,} {f'of {total:,} ' if total else ''}{unit}")
+
+        yield show
+
+
+def percent(value: float | None) -> str:
+    """Two decimals, or nothing. A half goes up, also where binary numbers fall just short of it."""
+    return "" if value is None else f"{value + 1e-9:.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 8 s, 3 min 20 s, 2 h 05 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

@@ -1,0 +1,1 @@
+"""Speed: times, memory and counted costs of models. Knows the wings of training and tasks."""
