@@ -46,8 +46,10 @@ class TrainedModel:
 
     def __init__(self, run: Path, device: str = "cpu") -> None:
         if not run.is_dir():
-            runs = [path.parent.name for path in run.parent.glob("*/config.yaml")]
-            raise ValueError(f"{run}: no such run; {nearest(run.name, sorted(runs))}")
+            places = {*run.parent.glob("*/config.yaml"), *Path("outputs").glob("*/config.yaml")}
+            runs = [str(path.parent) for path in places if path.parent.name != "configs"]
+            same = [name for name in runs if Path(name).name == run.name]
+            raise ValueError(f"{run}: no such run; {nearest(str(run), same or sorted(runs))}")
         self.config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
         self.task = make_task(self.config)
         self.model = make_model(self.config, self.task)

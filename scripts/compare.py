@@ -24,7 +24,7 @@ import numpy as np  # noqa: E402
 
 from lra.build import model_name, resolved  # noqa: E402
 from lra.cli import CONFIGS, compose_config, typed  # noqa: E402
-from lra.config import config_hash, flatten, nearest  # noqa: E402
+from lra.config import config_hash, flatten, nearest, nearest_key  # noqa: E402
 from lra.results.leaderboard import (  # noqa: E402
     LEFT_OUT,
     TASKS,
@@ -66,10 +66,24 @@ def fitting(records: list[Record], text: str) -> list[Record]:
         known = nearest(model, sorted({r.model for r in records if r.result}))
         raise ValueError(f"{text}: no finished run of this task and recipe; {known}")
     for key, value in wanted.items():
-        own = [r for r in own if any(f".{k}".endswith(f".{key}") and _same(v, value)
-                                     for k, v in flatten(r.config).items())]  # fmt: skip
-    if not any(r.result for r in own):
-        raise ValueError(f"{text}: none of the model's runs has {keys}")
+        kept, values, known = [], set(), set()
+        for record in own:
+            flat = flatten(record.config)
+            found = [v for k, v in flat.items() if f".{k}".endswith(f".{key}")]
+            values |= {str(v) for v in found}
+            known |= {k for k in flat if k.startswith(("model.", "shape.", "train.", "task."))}
+            kept += [record] if any(_same(v, value) for v in found) else []
+        if not values:
+            near = nearest_key(key, known)
+            raise ValueError(
+                f"{text}: unknown key {key}" + (f"; did you mean '{near}'?" * bool(near))
+            )
+        own = kept
+        if not any(r.result for r in own):
+            raise ValueError(
+                f"{text}: none of the model's finished runs has {key}={value}; "
+                f"known: {', '.join(sorted(values))}"
+            )
     return own
 
 

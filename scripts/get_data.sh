@@ -118,7 +118,7 @@ case $what in
     exit $failed
     ;;
   *)
-    echo "unknown: $what; expected text, image, release or all" >&2
+    echo "unknown: $what; expected text, image, release (with retrieval) or all" >&2
     exit 2
     ;;
 esac

@@ -215,7 +215,7 @@ def main() -> int:
             print(f"bad record: {complaint}")
         return 1 if stale or skipped else 0
     if stale:
-        check_writable(out, "--out" if args.out else "--results")
+        check_writable(out, "--out")
     for path in stale:
         with replacing(path) as file:
             file.write(files[path])

@@ -21,16 +21,18 @@ import argparse
 import json
 import shlex
 import sys
+import typing
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra.config import NO_IDENTITY, config_hash, flatten  # noqa: E402
+from lra.config import NO_IDENTITY, config_hash, flatten, nearest  # noqa: E402
 from lra.console import percent  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
 from lra.results.leaderboard import finished, setting_text, task_title  # noqa: E402
 from lra.results.records import (  # noqa: E402
     Record,
+    Status,
     free_path,
     load,
     load_all,
@@ -43,6 +45,7 @@ from lra.results.records import (  # noqa: E402
 from lra.results.statistics import wilson  # noqa: E402
 from lra.script import run_script  # noqa: E402
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 COMMANDS = ("list", "show", "command", "diff", "validate", "merge")
 
 
@@ -53,6 +56,14 @@ def list_records(results: Path, filters: list[str]) -> str:
     if not wanted.keys() <= set(fields):
         raise ValueError(f"{' '.join(filters)}: expected key=value with key in {', '.join(fields)}")
     records, warnings = load_all(results)
+    for key, value in wanted.items():
+        known = {str(getattr(r, key)) for r in records}
+        if key in ("task", "model", "recipe"):
+            known |= {path.stem for path in (CONFIGS / key).glob("*.yaml")}
+        elif key == "status":
+            known |= set(typing.get_args(Status))
+        if key != "seed" and value not in known:
+            raise ValueError(f"{key}={value}: {nearest(value, sorted(known))}")
     lines = []
     for r in sorted(records, key=lambda r: (finished(r), r.name)):
         if all(str(getattr(r, key)) == value for key, value in wanted.items()):

@@ -47,12 +47,15 @@ def main() -> None:
     # Raw values, as the cache has them, are inputs as well.
     examples = [tuple(test.sequence(i, s) for s in range(count)) for i in rows]
     answers = run.predict([example if count > 1 else example[0] for example in examples])
+    right = 0
     for i, example, answer in zip(rows, examples, answers, strict=True):
         label = int(test.labels[i])
         name = task.class_names[label] if task.class_names else label
+        right += answer == name
         shown = " | ".join(" ".join(task.decode(part[: 4 * SHOWN]).split())[:SHOWN]
                            for part in example)  # fmt: skip
         print(f"{answer}{'' if answer == name else f' (it is {name})'}  <-  {shown}")
+    print(f"{right} of {len(rows)} right")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def test_settings_are_chosen_by_key(tmp_path: Path) -> None:
     done = command("luna:projection_length=128", "luna:projection_length=16", "task=listops", here)
     assert done.returncode == 0 and "+20.00 points" in done.stdout
     done = command("luna:projection_length=64", "luna:projection_length=16", "task=listops", here)
-    assert done.returncode == 2 and "none of the model's runs has" in done.stderr
+    assert done.returncode == 2 and "none of the model's finished runs has" in done.stderr
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

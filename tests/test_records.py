@@ -156,6 +156,10 @@ def test_list_show_and_diff(tmp_path: Path) -> None:
     elsewhere = command(tmp_path / "nowhere", "list").stdout
     assert elsewhere.startswith(f"0 records in {tmp_path}/nowhere/runs, which is not there")
     assert command(tmp_path, "list", "tsk=text").returncode == 2
+    for wrong, meant in (("model=luuna", "luna"), ("task=txt", "text"), ("status=done", "")):
+        done = command(tmp_path, "list", wrong)
+        assert done.returncode == 2 and f"error: {wrong}: " in done.stderr
+        assert not meant or f"did you mean '{meant}'?" in done.stderr
 
     done = command(tmp_path, "show", "listops-fastformer-seed1")
     assert "num_params: 220000" in done.stdout and "config.train.lr: 0.0001" in done.stdout

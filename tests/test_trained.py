@@ -139,9 +139,16 @@ def test_too_long_is_cut_and_said_or_refused(toy: Path) -> None:
         run.predict(np.arange(20) % 10)
 
 
-def test_runs_that_are_not_there_or_not_finished(toy: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"no such run; did you mean '{toy.name}'"):
+def test_runs_that_are_not_there_or_not_finished(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=f"no such run; did you mean '{toy}'"):
         lra.load(toy.with_name(toy.name[:-1]))
+    (tmp_path / "outputs").symlink_to(toy.parent)
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        with pytest.raises(ValueError, match=f"no such run; did you mean 'outputs/{toy.name}'"):
+            lra.load(toy.name)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no run with a readable config.yaml"):
         lra.load(tmp_path / "empty")
