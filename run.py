@@ -69,7 +69,8 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
         raise ValueError(
             "hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm"
         )
-    from lra.job import EXIT_CODES, Reference, run_job
+    from lra.job import EXIT_CODES, run_job
+    from lra.plan import Reference
     from lra.results.leaderboard import setting_text
     from lra.runs import now
     from lra.trained import evaluate_checkpoint

@@ -34,6 +34,7 @@ SYNONYMS = {
     "batchsize": "batch_size", "dataset": "task",
 }  # fmt: skip
 _NOTHING = (5, 0.0)  # no likeness
+_KEYWORD, _LEFT_OUT = inspect.Parameter.KEYWORD_ONLY, object()  # of keys that a mapping may lack
 Schedule = Literal["constant", "one_cycle", "inverse_sqrt", "rsqrt", "cosine"]
 
 
@@ -265,7 +266,7 @@ def check(
     """`values` as arguments of `target`, converted to its annotations, with its defaults filled in.
 
     Args:
-        target: a dataclass or any class with annotated parameters.
+        target: a dataclass, a TypedDict or any class with annotated parameters.
         values: plain values, e.g. a part of the composed config.
         key: where `values` stand in the config, for messages; empty at the top.
         context: parameters that the caller supplies, which a config may not set.
@@ -294,7 +295,7 @@ def check(
                 f"{prefix}{name} is missing; set it in a config or on the command line"
             )
         # A dataclass shows `field(default_factory=...)` as a marker; it fills that in itself.
-        if type(default).__name__ != "_HAS_DEFAULT_FACTORY_CLASS":
+        if default is not _LEFT_OUT and type(default).__name__ != "_HAS_DEFAULT_FACTORY_CLASS":
             arguments[name] = default
     return arguments
 
@@ -304,6 +305,13 @@ def _signature(
     target: Callable[..., Any],
 ) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
     function: Any = target
+    if typing.is_typeddict(target):
+        hints = typing.get_type_hints(target)
+        required = dict.fromkeys(function.__required_keys__, inspect.Parameter.empty)
+        return {
+            name: inspect.Parameter(name, _KEYWORD, default=required.get(name, _LEFT_OUT))
+            for name in hints
+        }, hints
     if isinstance(target, type) and not dataclasses.is_dataclass(target):
         function = getattr(target, "__init__", target)
     return inspect.signature(target).parameters, typing.get_type_hints(function)
@@ -321,6 +329,9 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
+        with_keys = [a for a in args if dataclasses.is_dataclass(a) or typing.get_origin(a) is dict]
+        if isinstance(value, Mapping) and len(with_keys) == 1:
+            return convert(value, with_keys[0], key)  # names what is wrong inside
         for arg in args:
             try:
                 return convert(value, arg, key)
@@ -332,6 +343,8 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         raise ValueError(
             f"{key}={_show(value)}: not a choice; {nearest(str(value), map(str, args))}"
         )
+    elif typing.is_typeddict(hint) and isinstance(value, Mapping):
+        return check(hint, value, key)
     elif isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
             return fill(hint, value, key)
@@ -345,7 +358,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
                 for i, (v, h) in enumerate(zip(value, inner, strict=True))
             )
     elif origin is dict and isinstance(value, Mapping):
-        return dict(value)
+        return {name: convert(v, args[1], f"{key}.{name}") for name, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     elif hint is Path and isinstance(value, str):
@@ -399,12 +412,12 @@ def describe_type(hint: Any) -> str:
         return " | ".join(map(str, args))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(describe_type(a) for a in args)
+    if typing.get_origin(hint) is tuple and args[-1] is not ...:
+        return f"a list of {len(args)} numbers"
     if typing.get_origin(hint) in (list, tuple):
-        return (
-            f"a list of {describe_type(args[0])}"
-            if args[-1] is ...
-            else f"a list of {len(args)} numbers"
-        )
+        return f"a list of {describe_type(args[0])}"
+    if typing.get_origin(hint) is dict or typing.is_typeddict(hint):
+        return "keys with values"
     names = {
         int: "an integer",
         float: "a number",

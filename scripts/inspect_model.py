@@ -20,8 +20,9 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 # isort: split
 from omegaconf import OmegaConf  # noqa: E402
 
-from lra.build import make_model, make_task, model_name, num_params, resolved  # noqa: E402
+from lra.build import make_model, num_params  # noqa: E402
 from lra.cli import CONFIGS, compose_config, run_program, typed  # noqa: E402
+from lra.plan import Reference, compare, make_plan  # noqa: E402
 from lra.script import Parser  # noqa: E402
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
@@ -49,31 +50,29 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         ValueError: an unknown key, a wrong type or a value out of range.
     """
     config = typed(compose_config(overrides))
-    plain = resolved(config)
-    task = make_task(config)
+    choices = [o for o in overrides if o.partition("=")[0] in ("task", "model", "recipe")]
+    softmax = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
+    plan = make_plan(config, Reference(typed(compose_config(choices)), softmax))
+    task = plan.task
 
     import torch
 
-    from lra.job import Reference, compare
     from lra.speed import cost
     from lra.training.hardware import Hardware
     from models.classifier import Classifier
 
     hardware = Hardware(config.hardware)
-    choices = [o for o in overrides if o.partition("=")[0] in ("task", "model", "recipe")]
-    softmax = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
-    reference = Reference(typed(compose_config(choices)), softmax)
     ours = make_model(config, task)  # a newcomer's constructor may compute with its tensors
     with torch.device("meta"):
         baseline = make_model(config, task, softmax)
-    why_not, baseline_params = compare(config, plain, reference, task, num_params(ours))
+    why_not, baseline_params = compare(plan, num_params(ours))
 
     def make(max_length: int) -> Classifier:
         other = copy.copy(task)
         other.max_length = max_length
         return make_model(config, other)
 
-    name, params = model_name(config.model), num_params(ours)
+    name, params = plan.model, num_params(ours)
     percent = f"{100 * params / baseline_params - 100:+.1f} %"
     rule = "within the 10 % rule" if 10 * params <= 11 * baseline_params else "over the 10 % rule"
     shapes = [

@@ -11,7 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lra.cli import CONFIGS, compose_config, typed
-from lra.job import Reference, run_job
+from lra.job import run_job
+from lra.plan import Reference
 from lra.results.leaderboard import TITLES
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"

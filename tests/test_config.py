@@ -13,6 +13,7 @@ from lra.config import (
     HardwareConfig,
     TrainConfig,
     config_hash,
+    convert,
     fill,
     flatten,
     nearest_key,
@@ -93,6 +94,22 @@ def test_nested_classes_and_context() -> None:
         fill(Sample, {"size": 4}, size=2)
     with pytest.raises(ValueError, match="size is missing"):
         fill(Sample, {})
+
+
+def test_values_of_mappings_are_checked_too() -> None:
+    assert convert({"a": 1, "b": None}, dict[str, int | float | None], "x") == {"a": 1, "b": None}
+    assert type(convert({"a": 1}, dict[str, int | float], "x")["a"]) is int
+    with pytest.raises(ValueError, match=r"x\.b='2': expected a number$"):
+        convert({"a": 1, "b": "2"}, dict[str, float], "x")
+    with pytest.raises(ValueError, match=r"x\.a\[1\]='2': expected an integer$"):
+        convert({"a": [1, "2"]}, dict[str, list[int]] | None, "x")
+
+
+def test_what_is_wrong_within_an_optional_part_is_named_by_itself() -> None:
+    with pytest.raises(ValueError, match=r"^inner\.num_worker=1: unknown key; did you mean"):
+        fill(Sample, {"inner": {"num_worker": 1}}, size=2)
+    with pytest.raises(ValueError, match="^inner=3: expected HardwareConfig or null"):
+        fill(Sample, {"inner": 3}, size=2)
 
 
 def test_hash_ignores_seed_place_and_machine_but_nothing_else() -> None:

@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 
-from lra import job
+from lra import plan
 from lra.cli import compose_config, typed
 from lra.config import HardwareConfig, RunConfig, fill
 from lra.files import Unwritable
-from lra.job import EXIT_CODES, Reference, run_job
+from lra.job import EXIT_CODES, run_job
+from lra.plan import Reference
 from lra.results import records
 from lra.results.leaderboard import make_rows
 from lra.results.statistics import wilson
@@ -300,12 +301,9 @@ def test_nothing_of_the_job_before_is_left_in_the_device(monkeypatch: pytest.Mon
 def test_the_ten_percent_rule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, params: int, fair: bool
 ) -> None:
-    monkeypatch.setattr(job, "num_params", lambda model: 100_000)
+    monkeypatch.setattr(plan, "num_params", lambda model: 100_000)
     made = config(tmp_path)
-    task = job.make_task(made)
-    why_not, baseline = job.compare(
-        made, job.resolved(made), Reference(made, SOFTMAX), task, params
-    )
+    why_not, baseline = plan.compare(plan.make_plan(made, Reference(made, SOFTMAX)), params)
     assert baseline == 100_000 and (why_not == []) == fair
     assert fair or why_not == ["111,000 parameters, +11.0 % over softmax"]
 

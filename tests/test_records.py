@@ -73,11 +73,17 @@ def test_a_wrong_field_is_named_with_its_file(
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        ({"curve": [{"val_accuracy": 0.5}]}, "curve[0].step=None: expected a whole number"),
-        ({"curve": [{"step": 1}, {"step": "a"}]}, "curve[1].step='a'"),
+        ({"curve": [{"val_accuracy": 0.5}]}, "curve[0].step is missing"),
+        ({"curve": [{"step": 1}, {"step": "a"}]}, "curve[1].step='a': expected an integer"),
+        ({"curve": [{"step": 1.5}]}, "curve[0].step=1.5: expected an integer"),
+        ({"curve": [{"step": None}]}, "curve[0].step=null: expected an integer"),
+        ({"curve": [{"step": 1, "acc": 1}]}, "curve[0].acc=1: unknown key"),
         ({"curve": [{"step": 1, "val_loss": "b"}]}, "curve[0].val_loss='b': expected a number"),
+        ({"curve": [{"step": 1, "val_loss": True}]}, "curve[0].val_loss=True: expected a number"),
+        ({"curve": 3}, "curve=3: expected a list of keys with values"),
         ({"curve": [{"step": 1, "val_loss": float("nan")}]}, "NaN, where a finite number"),
-        ({"speed": {"tokens_per_s": "x"}}, "speed.tokens_per_s='x': expected a number"),
+        ({"speed": {"tokens_per_s": "x"}}, "speed.tokens_per_s='x': expected a number or null"),
+        ({"speed": [1]}, "speed=[1]: expected keys with values"),
     ],
 )
 def test_numbers_that_no_table_could_use_are_named_with_their_file(
@@ -87,6 +93,36 @@ def test_numbers_that_no_table_could_use_are_named_with_their_file(
     path.write_text(json.dumps(json.loads(path.read_text()) | wrong))
     read, (warning,) = load_all(tmp_path)
     assert read == [] and path.name in warning and expected in warning
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"accuracy": "x"}, "result.test.accuracy='x': expected a number"),
+        ({"accuracy": 37.12}, "accuracy=37.12: expected a fraction"),
+        ({"loss": None}, "result.test.loss=null: expected a number"),
+        ({"num": 1}, "result.test.num=1: unknown key"),
+    ],
+)
+def test_a_wrong_part_of_a_result_is_named_by_itself(
+    tmp_path: Path, wrong: dict[str, Any], expected: str
+) -> None:
+    path = save(make_record(), tmp_path)
+    values = json.loads(path.read_text())
+    values["result"]["test"] |= wrong
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {expected}")):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "results/runs").glob("*/*/*.json")), ids=lambda p: p.stem
+)
+def test_a_shipped_record_is_read_as_it_was_written(path: Path) -> None:
+    record = load(path)
+    assert record.to_json() == path.read_text()
+    assert records.problems(record, path) == []
+    assert all(type(point["step"]) is int for point in record.curve)
 
 
 @pytest.mark.parametrize("accuracy", [37.12, -0.1])

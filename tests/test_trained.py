@@ -17,7 +17,8 @@ import torch
 import lra
 from lra.build import make_task
 from lra.cli import compose_config, typed
-from lra.job import Reference, run_job
+from lra.job import run_job
+from lra.plan import Reference
 from lra.results import records
 from lra.tasks.image import Image
 from lra.tasks.listops import ListOps

@@ -150,12 +150,16 @@ def learning_curves(
             dashes = DASHES[seen[row.model] % len(DASHES)]
             seen[row.model] += 1
             for run in cell.runs:
-                points = [p for p in run.curve if p.get("val_accuracy") is not None]
+                points = [
+                    (p["step"], 100 * accuracy)
+                    for p in run.curve
+                    if (accuracy := p.get("val_accuracy")) is not None
+                ]
                 if not points:
                     continue
-                axes.plot([p["step"] for p in points], [100 * p["val_accuracy"] for p in points],
-                          linestyle=dashes, markersize=4, markevery=max(1, len(points) // 6),
-                          linewidth=1.1, alpha=0.8, label=label, **styles[row.model])  # fmt: skip
+                axes.plot(*zip(*points, strict=True), linestyle=dashes, markersize=4,
+                          markevery=max(1, len(points) // 6), linewidth=1.1, alpha=0.8,
+                          label=label, **styles[row.model])  # fmt: skip
                 label = "_"  # one entry in the legend for all seeds of a row
         fitting = [f for f in floors if f.task == task
                    and {f.data.fingerprint} == {cell.fingerprint for _, cell in cells}]  # fmt: skip

@@ -12,10 +12,10 @@ import math
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 
@@ -60,6 +60,19 @@ class RunResult:
     test: SplitResult
 
 
+class _Step(TypedDict):
+    step: int
+
+
+class Point(_Step, total=False):
+    """An evaluation on the validation split; null is a number that was not finite."""
+
+    train_loss: float | None  # mean since the evaluation before
+    val_accuracy: float | None
+    val_loss: float | None
+    lr: float | None
+
+
 @dataclass(frozen=True)
 class Protocol:
     """What a number means."""
@@ -94,7 +107,7 @@ class Record:
     apples_to_apples: bool
     why_not: list[str]
     result: RunResult | None
-    curve: list[dict[str, float | int]]
+    curve: list[Point]
     speed: dict[str, float | None]
     peak_memory_bytes: int | None
     hardware: dict[str, Any]
@@ -218,7 +231,6 @@ def load(path: Path) -> Record:
         )
     try:
         record = fill(Record, values)
-        _check_numbers(record)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     object.__setattr__(record, "number", number_of(path, record.run_id) or 1)
@@ -236,19 +248,6 @@ def started(path: Path) -> str | None:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name}, where a finite number or null was expected")
-
-
-def _check_numbers(record: Record) -> None:
-    """Refuse a curve or speeds that tables and figures cannot draw."""
-    places: dict[str, Mapping[str, object]] = {"speed": record.speed}
-    for i, point in enumerate(record.curve):
-        if type(point.get("step")) is not int:
-            raise ValueError(f"curve[{i}].step={point.get('step')!r}: expected a whole number")
-        places[f"curve[{i}]"] = point
-    for place, values in places.items():
-        for key, value in values.items():
-            if value is not None and type(value) not in (int, float):
-                raise ValueError(f"{place}.{key}={value!r}: expected a number or null")
 
 
 def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:

@@ -104,9 +104,8 @@ def left_out_table(runs: Sequence[Record]) -> Table:
         figure = ""
         if r.result:
             figure = f"test {percent(100 * r.result.test.accuracy)} at step {r.result.step}"
-        elif r.curve and r.curve[-1].get("val_accuracy") is not None:
-            last = r.curve[-1]
-            figure = f"val {percent(100 * last['val_accuracy'])} at step {last['step']}"
+        elif r.curve and (accuracy := r.curve[-1].get("val_accuracy")) is not None:
+            figure = f"val {percent(100 * accuracy)} at step {r.curve[-1]['step']}"
         data = "" if r.protocol.data == "files" else r.protocol.data
         settings = " ".join(o for o in r.overrides if not o.startswith(TOLD_ELSEWHERE))
         cells = [str(r.seed), settings, figure, data, r.message, r.name]

@@ -187,6 +187,11 @@ class Dataset:
         """Hash of the source's content and of all settings that shaped the cache."""
         return self.meta["fingerprint"]
 
+    @property
+    def num_examples(self) -> dict[str, int]:
+        """By split."""
+        return {split: len(getattr(self, split)) for split in ("train", "val", "test")}
+
 
 def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
     """SHA-256 over the files' names and bytes, wherever they lie.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -66,6 +66,55 @@ class State:
     def tokens_per_s(self) -> float | None:
         """None as long as no step was timed."""
         return self.timed_tokens / self.train_time_s if self.train_time_s else None
+
+    def add_evaluation(self, val: Metrics, lr: float) -> dict[str, float]:
+        """Account for the evaluation at this step, and return it as a point of the curve."""
+        row = {
+            "step": self.step,
+            "train_loss": self.loss_sum / max(1, self.loss_count),
+            "val_accuracy": val.accuracy,
+            "val_loss": val.loss,
+            "lr": lr,
+        }
+        self.curve.append(row)
+        self.evaluated_step, self.loss_sum, self.loss_count = self.step, 0.0, 0
+        if val.accuracy > self.best_accuracy:
+            self.best_step, self.best_accuracy = self.step, val.accuracy
+        return row
+
+
+class StepClock:
+    """Times steps from one moment at which the device is idle to the next, into the state."""
+
+    def __init__(self, state: State, hardware: Hardware) -> None:
+        self._state, self._hardware = state, hardware
+        self._timed_from = state.step + UNTIMED_STEPS
+        self._steps, self._started = 0, 0.0  # of the window that is open
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the state's step is one of the first, which are not timed."""
+        return self._state.step <= self._timed_from
+
+    def start(self) -> None:
+        """Open a window, unless steps are being timed."""
+        if self._steps == 0:
+            self._hardware.synchronize()
+            self._started = time.monotonic()
+
+    def count(self, size: int, num_tokens: int) -> None:
+        """A step of `size` examples has been given to the device."""
+        if not self.is_warming_up:
+            self._steps += 1
+            self._state.timed_examples += size
+            self._state.timed_tokens += num_tokens
+
+    def stop(self) -> None:
+        """Close the window; the device must have done the steps."""
+        if self._steps:
+            self._state.train_time_s += time.monotonic() - self._started
+            self._state.timed_steps += self._steps
+            self._steps = 0
 
 
 @dataclass(frozen=True)
@@ -165,56 +214,37 @@ def train(
             raise Diverged(f"step {state.step}: the {name} loss is {metrics.loss}; {REMEDY}")
         return metrics
 
-    recent: list[Step] = []  # steps whose losses are still on the device
-    saved_at = window_start = time.monotonic()
-    timed_from, window_steps, warned = state.step + UNTIMED_STEPS, 0, False
-
     def settle() -> list[dict[str, Any]]:
         """Read the losses back, account for the time of their steps and write their rows."""
-        nonlocal window_steps
         rows = read_back(recent, state)
         recent.clear()
-        if window_steps:
-            state.train_time_s += time.monotonic() - window_start
-            state.timed_steps += window_steps
-            window_steps = 0
+        clock.stop()
         write(rows)
         return rows
 
+    def save_and_stop(why: object, cause: str | None) -> NoReturn:
+        save()
+        raise Interrupted(f"{why} at step {state.step}", cause) from None
+
+    recent: list[Step] = []  # steps whose losses are still on the device
+    clock, saved_at, warned = StepClock(state, hardware), time.monotonic(), False
     with stop_on_signals() as stop, progress.bar(cfg.num_steps, state.step) as bar:
         model.train()
         while True:
-            due = state.step % cfg.eval_every == 0 or state.step == cfg.num_steps
-            if due and state.evaluated_step < state.step:
+            if evaluates_at(state.step, cfg) and state.evaluated_step < state.step:
                 try:
                     val = evaluate_on(data.val)
                 except Interrupted as error:
-                    save()
-                    raise Interrupted(f"{error} at step {state.step}", error.cause) from None
-                row = {
-                    "step": state.step,
-                    "train_loss": state.loss_sum / max(1, state.loss_count),
-                    "val_accuracy": val.accuracy,
-                    "val_loss": val.loss,
-                    "lr": learning_rate(state.step, cfg),
-                }
-                state.curve.append(row)
-                state.evaluated_step, state.loss_sum, state.loss_count = state.step, 0.0, 0
-                if val.accuracy > state.best_accuracy:
-                    state.best_step, state.best_accuracy = state.step, val.accuracy
-                    if cfg.selection == "best_val" and is_main:
-                        checkpoint.write(
-                            checkpoint.best_path(folder, state.step), {"model": model.state_dict()}
-                        )
-                write([{"split": "val"} | row])
-                progress.evaluation(row, best=state.best_step == state.step)
-                if (
-                    not warned
-                    and 4 * state.step >= cfg.num_steps
-                    and is_at_chance(
-                        state.best_accuracy, data.meta["splits"]["val"]["label_histogram"]
+                    save_and_stop(error, error.cause)
+                row = state.add_evaluation(val, learning_rate(state.step, cfg))
+                is_best = state.best_step == state.step
+                if is_best and needs_best and is_main:
+                    checkpoint.write(
+                        checkpoint.best_path(folder, state.step), {"model": model.state_dict()}
                     )
-                ):
+                write([{"split": "val"} | row])
+                progress.evaluation(row, best=is_best)
+                if not warned and has_learned_nothing(state, cfg, data):
                     progress.say("warning: after a quarter of the steps validation is at chance")
                     warned = True
                 late = is_main and time.monotonic() - saved_at > CHECKPOINT_INTERVAL_S
@@ -224,9 +254,7 @@ def train(
             if state.step == cfg.num_steps:
                 break
 
-            if window_steps == 0:
-                hardware.synchronize()
-                window_start = time.monotonic()
+            clock.start()
             try:
                 batch, size, num_tokens = next(batches)
             except Interrupted as error:
@@ -234,29 +262,16 @@ def train(
                     raise
                 if recent:
                     settle()
-                save()
-                raise Interrupted(f"{error} at step {state.step}", error.cause) from None
+                save_and_stop(error, error.cause)
             state.step += 1
             lr = learning_rate(state.step, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            random_states = checkpoint.random_states()
-            while True:
-                try:
-                    loss, hits = accumulate(
-                        forward, batch, size, hardware, scaler, micro_batch_size=micro_batch_size
-                    )
-                    break
-                except (RuntimeError, MemoryError) as error:
-                    # Several processes cannot repeat a step that one of them did not finish.
-                    if not is_out_of_memory(error) or micro_batch_size == 1 or not is_alone:
-                        raise
-                micro_batch_size = -(-micro_batch_size // 2)
-                progress.say(
-                    f"step {state.step}: out of memory; micro-batch is now {micro_batch_size}"
-                )
-                optimizer.zero_grad(set_to_none=True)
-                checkpoint.restore_random_states(random_states)
+            loss, hits, micro_batch_size = accumulate_as_fits(
+                forward, batch, size, hardware, scaler, optimizer,
+                micro_batch_size=micro_batch_size,
+                say=lambda text: progress.say(f"step {state.step}: {text}"),
+            )  # fmt: skip
             if cfg.clip_norm is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)
@@ -265,20 +280,17 @@ def train(
             optimizer.zero_grad(set_to_none=True)
             recent.append(Step(state.step, size, lr, loss, hits))
             state.max_lr = max(state.max_lr, lr)
-            if state.step > timed_from:
-                window_steps += 1
-                state.timed_examples += size
-                state.timed_tokens += num_tokens
+            clock.count(size, num_tokens)
 
             # Reading the loss makes the host wait for the device, so it is done every few steps;
             # several processes agree at these steps on whether to stop.
             saving = cfg.checkpoint_every and state.step % cfg.checkpoint_every == 0
-            evaluating = state.step % cfg.eval_every == 0 or state.step == cfg.num_steps
             if cfg.time_limit is not None and time.monotonic() - started > cfg.time_limit:
                 stop.requested = stop.requested or f"train.time_limit={cfg.time_limit:g} s"
+            evaluating = evaluates_at(state.step, cfg)
             reading = state.step % cfg.log_every == 0 or evaluating or saving
             if not reading and not (is_alone and stop.requested):
-                if state.step <= timed_from:  # waited for in any case
+                if clock.is_warming_up:  # waited for in any case
                     bar.update(as_rows(recent[-1:]), state.step, state.tokens_per_s)
                 else:
                     bar.advance(state.step)
@@ -289,17 +301,13 @@ def train(
                 raise Diverged(f"step {bad['step']}: the loss is {bad['loss']}; {REMEDY}")
             bar.update(rows, state.step, state.tokens_per_s)
             if distributed.any_of(bool(stop.requested), hardware.device):
-                save()
-                raise Interrupted(
-                    f"stopped by {stop.requested or 'another process'} at step {state.step}",
-                    stop.requested,
-                )
+                save_and_stop(f"stopped by {stop.requested or 'another process'}", stop.requested)
             if saving:
                 save()
 
         save()  # a run that is killed from here on only has the test to repeat
-        selected = state.best_step if cfg.selection == "best_val" else state.step
-        if cfg.selection == "best_val":
+        selected = state.best_step if needs_best else state.step
+        if needs_best:
             model.load_state_dict(checkpoint.read(checkpoint.best_path(folder, selected))["model"])
         test = evaluate_on(data.test)
     row = next(r for r in state.curve if r["step"] == selected)
@@ -333,11 +341,56 @@ def accumulate(
     return loss, hits
 
 
+def accumulate_as_fits(
+    forward: Callable[..., torch.Tensor],
+    batch: Batch,
+    size: int,
+    hardware: Hardware,
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    *,
+    micro_batch_size: int,
+    say: Callable[[str], None],
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """`accumulate`, once more in parts of half the size whenever memory does not suffice.
+
+    Returns:
+        Loss, hits, and the size of the parts that fitted.
+    """
+    random_states = checkpoint.random_states()
+    while True:
+        try:
+            loss, hits = accumulate(
+                forward, batch, size, hardware, scaler, micro_batch_size=micro_batch_size
+            )
+            return loss, hits, micro_batch_size
+        except (RuntimeError, MemoryError) as error:
+            # Several processes cannot repeat a step that one of them did not finish.
+            is_alone = distributed.world_size() == 1
+            if not is_out_of_memory(error) or micro_batch_size == 1 or not is_alone:
+                raise
+        micro_batch_size = -(-micro_batch_size // 2)
+        say(f"out of memory; micro-batch is now {micro_batch_size}")
+        optimizer.zero_grad(set_to_none=True)
+        checkpoint.restore_random_states(random_states)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on any device."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
         error
     )
+
+
+def evaluates_at(step: int, cfg: TrainConfig) -> bool:
+    """Whether the validation split is evaluated after this step."""
+    return step % cfg.eval_every == 0 or step == cfg.num_steps
+
+
+def has_learned_nothing(state: State, cfg: TrainConfig, data: Dataset) -> bool:
+    """Whether validation is still at chance after a quarter of the steps."""
+    labels = data.meta["splits"]["val"]["label_histogram"]
+    return 4 * state.step >= cfg.num_steps and is_at_chance(state.best_accuracy, labels)
 
 
 def resume(
