@@ -1,4 +1,4 @@
-"""Classifier: encoder, pooling over real tokens, features of one sequence or a pair, MLP head.
+"""Classifier: masks from lengths, encoder, pooling, features of one sequence or a pair, MLP head.
 
 Shapes: B batch, S sequences for each example, L length, D d_model, C classes, F features.
 `mask` is bool, True = real token; it comes from lengths, never from token ids.

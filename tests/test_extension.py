@@ -89,10 +89,12 @@ def test_a_new_model_trains_to_a_record(checkout: Path) -> None:
 
 def test_a_new_model_enters_the_contract_suite_by_its_yaml(checkout: Path) -> None:
     plain = ["-o", "addopts=", "-p", "no:cacheprovider"]
-    done = call(checkout, *shown("-m pytest tests/test_models.py"), "-v", *plain)
+    done = call(checkout, *shown("-m pytest tests/models/test_models.py"), "-v", *plain)
     assert done.returncode == 0, done.stdout
     passed = set(re.findall(r"::(test_\w+)\[[^]]*gated[^]]*\] PASSED", done.stdout))
-    suite = call(checkout, "-m", "pytest", "tests/test_models.py", "--collect-only", "-q", *plain)
+    suite = call(
+        checkout, "-m", "pytest", "tests/models/test_models.py", "--collect-only", "-q", *plain
+    )
     of_luna = set(re.findall(r"::(test_\w+)\[[^]]*luna[^]]*\]", suite.stdout))
     assert of_luna - passed == {
         "test_equals_its_naive_version_with_gradients",

@@ -24,9 +24,9 @@ import pytest
 import torch
 
 from lra.tasks.pathfinder import Pathfinder, PathX
+from tests.tasks.test_image import INNER, write_batches
+from tests.tasks.test_pathfinder import write_release
 from tests.test_docs import NEWCOMERS, ROOT, commands
-from tests.test_image import INNER, write_batches
-from tests.test_pathfinder import write_release
 
 SIZES = (
     "shape.d_model=16 shape.d_ff=16 shape.num_layers=1 train.num_steps=4 train.warmup_steps=2 "

@@ -1,4 +1,4 @@
-"""Which runs count, and which share a cell: records and published figures to rows.
+"""Records and published figures to rows: which runs count and share a cell, how it reads (FAIL).
 
 A cell holds the runs of one config hash, one a seed: mean ± sample deviation (n), in percent.
 Published rows are kept apart and never enter a mean.

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and how near it comes to what the machine can do.
+"""Where the time of a training step goes, and the roofline: how near it comes to the machine.
 
 Parts of the forward pass are timed by hooks on the modules (clocks on a CPU, events on CUDA); data,
 gradient, optimiser and logging are the calls that `lra.training.trainer.train` makes. The roofline:

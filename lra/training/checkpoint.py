@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, the last two kept, loaded as weights only."""
+"""Checkpoint files: whole or not at all, the last two kept, weights only; trainer.py says when."""
 
 from __future__ import annotations
 

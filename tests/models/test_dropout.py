@@ -16,7 +16,7 @@ from models.encoder import Encoder
 from models.layers import attend
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
-from tests.test_models import count_saved_bytes, largest_difference
+from tests.models.test_models import count_saved_bytes, largest_difference
 
 
 @pytest.fixture(autouse=True)

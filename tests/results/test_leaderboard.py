@@ -39,7 +39,7 @@ from lra.speed.benchmarks import load_benchmarks, slope
 from tests import programs
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("make_tables", ROOT / "scripts" / "make_tables.py")
 assert SPEC and SPEC.loader
 SCRIPT = importlib.util.module_from_spec(SPEC)

@@ -26,7 +26,7 @@ from lra.tasks.archives import is_archive, read_file, tar_members
 from lra.tasks.image import Image
 from lra.tasks.text import Text
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "get_data.sh"
 
 Member = tuple[tarfile.TarInfo, bytes]

@@ -18,7 +18,7 @@ from lra.tasks.text import Text
 from scripts import floors as script
 from tests.toy import Toy, toy_data
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = {
     # 7 is mostly 1, 3 mostly 0, 5 both as often; label 1 is the commonest.
     "train": [(b"\7\1", 1), (b"\7", 1), (b"\7\2", 0), (b"\3", 0), (b"\5", 1), (b"\5", 0),

@@ -15,7 +15,7 @@ from lra.job import run_job
 from lra.plan import Reference
 from lra.results.leaderboard import TITLES
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 TASKS = ["listops", "text", "retrieval", "image", "pathfinder", "pathx"]
 MODELS = ["softmax", "luna", "nystromformer", "fastformer"]
 TINY = [

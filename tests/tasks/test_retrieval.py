@@ -19,7 +19,7 @@ from lra.tasks.batches import file_sha256
 from lra.tasks.retrieval import FILES, Retrieval, decode_literal, parse_row
 from lra.tasks.task import SPLITS, cache_folder, prepare
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"
 TSV = REFERENCE / "lra_release/lra_release/tsv_data"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="no reference data here")

@@ -21,7 +21,7 @@ from PIL import Image
 from lra.tasks import pathfinder_generator as pg
 from lra.tasks.pathfinder_generator import PathfinderParams, Pictures, generate, params_for
 
-SHARED = Path(__file__).parents[2] / "shared" / "data"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="no ../shared folder")
 LEVELS = {
     "easy": "curv_baseline",

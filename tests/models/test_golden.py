@@ -1,7 +1,8 @@
 """The models equal the authors' own numbers: outputs and every gradient, in float64 and float32.
 
-`pytest tests/test_golden.py --golden-dir DIR` checks every file of a folder. Without the option it
-is `../shared/golden` beside the repository where that exists, else the few files kept here.
+`pytest tests/models/test_golden.py --golden-dir DIR` checks every file of a folder. Without the
+option it is `../shared/golden` beside the repository where that exists, else the few files kept in
+tests/golden/.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from tests.golden import fastformer, luna, nystromformer, softmax
 from tests.golden.case import Adapter, Case, Difference, compare
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 UNITS: dict[str, dict[str, Adapter]] = {
     "softmax": softmax.UNITS,
     "luna": luna.UNITS,

@@ -19,8 +19,8 @@ from lra.tasks.pathfinder import Pathfinder, PathX
 from lra.tasks.retrieval import Retrieval
 from lra.tasks.task import SPLITS, Task, prepare
 from lra.tasks.text import Text
-from tests import test_image, test_pathfinder, test_retrieval, test_text
-from tests.test_listops import write_files
+from tests.tasks import test_image, test_pathfinder, test_retrieval, test_text
+from tests.tasks.test_listops import write_files
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -32,7 +32,7 @@ from tests.references.luna import luna_encoder
 from tests.references.nystromformer import nystrom_attention
 from tests.references.softmax import softmax_attention
 
-CONFIGS = Path(__file__).parent.parent / "configs" / "model"
+CONFIGS = Path(__file__).parents[2] / "configs" / "model"
 CONFIG_OF = {
     path.stem: config
     for path in sorted(CONFIGS.glob("*.yaml"))

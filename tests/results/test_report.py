@@ -26,7 +26,7 @@ from tests import programs
 from tests.browser import CHROMIUM, Browser
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EVIL = "<img src=x onerror=alert(1)>{{data}}</script><script>alert(2)</script>\u2028\"'&$x_{"
 needs_matplotlib = pytest.mark.skipif(bool(figures.unavailable()), reason="matplotlib is missing")
 needs_browser = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]

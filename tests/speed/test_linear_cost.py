@@ -21,7 +21,7 @@ from lra.build import make_model, make_task
 from lra.cli import compose_config, typed
 from models.classifier import Classifier
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 LINEAR = {
     "luna": ["model=luna"],
@@ -68,7 +68,7 @@ def peak_bytes(overrides: list[str], length: int) -> tuple[int, int]:
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of a process is read from Linux's /proc")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.test_linear_cost", str(length), *overrides],
+        [sys.executable, "-m", "tests.speed.test_linear_cost", str(length), *overrides],
         cwd=ROOT,
         # Every larger tensor gets pages of its own, which go back when it is freed.
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},

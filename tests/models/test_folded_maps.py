@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from models.fastformer import FastformerAttention
 from models.luna import LunaAttention, LunaEncoder
 from models.shape import Shape
+from tests.models.test_models import largest_difference
 from tests.references.fastformer import fastformer_attention
 from tests.references.luna import luna_encoder
-from tests.test_models import largest_difference
 
 SHAPE = Shape(
     vocab_size=9,

@@ -23,7 +23,7 @@ from lra.tasks.batches import file_sha256
 from lra.tasks.image import FILES, GREY, NUM_PIXELS, Image, read_batch
 from lra.tasks.task import SPLITS, cache_folder, prepare
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="no reference data here")
 

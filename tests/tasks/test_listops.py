@@ -26,7 +26,7 @@ from lra.tasks.listops import ListOps, encode, evaluate, read_tsv
 from lra.tasks.listops_generator import SYMBOLS, Limits, draw_block, generate
 from lra.tasks.task import SPLITS, cache_folder, prepare
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"
 NESTED = "lra_release/lra_release/listops-1000"
 SHORT = Limits(10, 60)

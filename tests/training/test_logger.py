@@ -25,7 +25,7 @@ from lra.job import EXIT_CODES
 from lra.training.logger import Logger, check_installed, make_logger, records
 from tests.test_sweep import BAD, GOOD, found, sweep
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789" * 4  # wandb wants 40 characters
 RUN_ID = "toy-softmax-seed0-0123abcd"
 CONFIG = {"seed": 0, "train": {"lr": 0.1, "num_steps": 20}}
@@ -244,7 +244,7 @@ def test_a_resumed_offline_run_has_each_step_once(wandb: Any, tmp_path: Path, en
         Job(tmp_path, OFFLINE).run(1, 12, "interrupted")
     else:
         code = (
-            "import os, pathlib; from tests.test_logger import *; "
+            "import os, pathlib; from tests.training.test_logger import *; "
             f"job = Job(pathlib.Path({str(tmp_path)!r}), OFFLINE); job.train(1, 12); "
             "os.kill(os.getpid(), 9)"
         )
@@ -319,7 +319,7 @@ def test_a_log_is_read_as_far_as_it_got_to_disk(wandb: Any, tmp_path: Path) -> N
 
 SCRIPT = """
 import pathlib, sys, time
-from tests.test_logger import *
+from tests.training.test_logger import *
 start = time.monotonic()
 job = Job(pathlib.Path(sys.argv[1]), LoggerConfig(name="wandb", timeout_s=2))
 job.run(1, 20)

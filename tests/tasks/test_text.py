@@ -20,7 +20,7 @@ from lra.tasks.task import SPLITS, Dataset, cache_folder, prepare
 from lra.tasks.text import Text
 from tests import programs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="no reference data here")
 

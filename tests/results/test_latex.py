@@ -16,7 +16,7 @@ from lra.results.leaderboard import TASKS, Board, Options, build, load_published
 from lra.speed.benchmarks import Benchmark
 from tests.made_up import benchmark_values, make_record, sixty_records
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 EVIL = "a|b <i>_x_</i> & $100% {c}\\\n[d](e) ~^# 中 \u0142"
 LUNA, NYSTROMFORMER = papers.PAPERS[1:]
 

@@ -14,8 +14,8 @@ from models.encoder import make_encoder
 from models.luna import CHUNK_LENGTH, LunaAttention, LunaCausalAttention, LunaEncoder, causal_mean
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
+from tests.models.test_models import count_saved_bytes, largest_difference
 from tests.references.luna import attention, causal_attention, luna_encoder
-from tests.test_models import count_saved_bytes, largest_difference
 
 SMALL = Shape(
     vocab_size=9,

@@ -17,7 +17,7 @@ from lra.results.statistics import Comparison, compare, mean_std, t_95, wilson
 from tests import programs
 from tests.made_up import make_record
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

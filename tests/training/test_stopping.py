@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN = """
 import hashlib, os, signal, threading, time
 from lra.training.stopping import Interrupted, end_if_stuck, stop_on_signals

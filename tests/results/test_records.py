@@ -30,7 +30,7 @@ from lra.training.evaluate import is_at_chance
 from tests import programs
 from tests.made_up import make_record, sixty_records, write_sixty
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(results: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:

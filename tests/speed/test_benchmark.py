@@ -28,7 +28,7 @@ from models.encoder import make_encoder
 from models.shape import Shape
 from tests import programs
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "benchmark.py"
 TINY = ["batch_size=2", "time_s=0.01", "hardware.num_threads=1"]
 CALL: dict[str, Any] = {

@@ -30,7 +30,7 @@ from lra.training.trainer import Diverged, is_out_of_memory
 from tests import programs
 from tests.toy import SIZES, ToyModel, run, toy_data
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU = HardwareConfig(device="cpu", num_threads=1)
 
 

@@ -38,7 +38,7 @@ from lra.tasks.pathfinder_generator import generate, params_for
 from lra.tasks.task import SPLITS, Dataset, cache_folder, prepare
 from tests import programs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"
 needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="no reference data here")
 NESTED = "lra_release/lra_release/pathfinder32/curv_contour_length_14"

@@ -26,7 +26,7 @@ from models.encoder import Encoder
 from models.shape import Shape
 from tests import programs
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU = Hardware(HardwareConfig(device="cpu", num_threads=1))
 D, F, LAYERS, H = 64, 128, 2, 2  # of the default recipe
 SHARED = {"embedding": 16 * D, "positions": 2000 * D, "final norm": 2 * D}
