@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CORE := $(VENV)/.core
 EVERYTHING := $(VENV)/.everything
 PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --editable
-EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,bench
+EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,tune,bench
 TASK ?= listops
 HARDWARE ?= cpu
 
@@ -27,7 +27,7 @@ $(CORE): pyproject.toml constraints.txt
 	@touch $@
 
 $(EVERYTHING): $(CORE)
-	@echo "installing tests, loggers, launchers and readers: some 75 more packages, 0.7 GB"
+	@echo "installing tests, loggers, launchers and readers: some 90 more packages, 0.9 GB"
 	$(PIP_INSTALL) '.[$(EXTRAS)]'
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 import traceback
@@ -27,18 +28,21 @@ from lra.cli import (
     typed,
 )
 from lra.files import Unwritable
-from lra.sweep import Outcome, first_line, has_failed, note, position
+from lra.sweep import Outcome, first_line, has_failed, note, objective, position, same_as
+
+ROOT = Path(__file__).resolve().parent
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="config")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float | None:
     """One job. Its failure is recorded and does not stop the other jobs of a sweep."""
+    check_copies()
     settings = job_settings()
-    if settings.sweep_dir is not None:
+    if settings.launch is not None:
         in_turn = settings.in_sweep_process
-        print(position(settings.sweep_dir, settings.number, in_turn=in_turn), flush=True)
+        print(position(settings.launch, settings.number, in_turn=in_turn), flush=True)
     try:
-        outcome = run(cfg, settings.number, settings.sweep_dir)
+        outcome = run(cfg, settings.number, settings.launch)
     except (ValueError, OSError) as error:
         message = explain(error, list(HydraConfig.get().overrides.task))
         if message not in told:
@@ -52,25 +56,41 @@ def main(cfg: DictConfig) -> None:
         traceback.print_exc()
         outcome = Outcome(settings.number, "failed", 1, message=first_line(error))
     exit_codes.append(outcome.exit_code)
-    if settings.sweep_dir is not None:
-        note(settings.sweep_dir, outcome)
+    if settings.launch is not None:
+        note(settings.launch, outcome)
         if outcome.status == "interrupted" and settings.in_sweep_process:
             # The signal was meant for the whole sweep, whose end Hydra does not announce then.
-            print_summary(settings.sweep_dir)
+            print_summary(settings.launch)
             sys.exit(outcome.exit_code)
+    return objective(outcome)
 
 
-def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
+def check_copies() -> None:
+    """Refuse code of another place, such as an older copy that a job found in site-packages.
+
+    Launchers hand this file itself to their jobs, but what it imports is looked up anew there.
+    """
+    for name in ("lra", "models"):
+        found = Path(importlib.import_module(name).__path__[0]).resolve()
+        if found != ROOT / name:
+            raise ValueError(
+                f"{name} is imported from {found}, but this is the run.py of {ROOT}: another copy, "
+                f"with numbers of its own; install that folder with pip install -e {ROOT}, and "
+                "start from a folder without a copy"
+            )
+
+
+def run(cfg: DictConfig, number: int, launch: Path | None) -> Outcome:
     """Check the config, then run, or evaluate a checkpoint."""
     config = typed(cfg)
-    if config.sweep.fail_fast and sweep_dir is not None and has_failed(sweep_dir):
+    if config.sweep.fail_fast and launch is not None and has_failed(launch):
         return Outcome(number, "skipped", 0, message="an earlier job failed (sweep.fail_fast)")
-    if config.hardware.slurm is not None and sweep_dir is None:
+    if config.hardware.slurm is not None and launch is None:
         raise ValueError(
             "hardware=slurm submits jobs, which takes -m: python run.py -m hardware=slurm"
         )
     from lra.job import EXIT_CODES, run_job
-    from lra.plan import Reference
+    from lra.plan import Reference, make_plan
     from lra.results.leaderboard import setting_text
     from lra.runs import now
     from lra.trained import evaluate_checkpoint
@@ -79,17 +99,23 @@ def run(cfg: DictConfig, number: int, sweep_dir: Path | None) -> Outcome:
     if config.checkpoint is not None:
         evaluate_checkpoint(config, overrides)
         return Outcome(number, "evaluated", 0, message=config.checkpoint)
+    if launch is not None:
+        run_id = make_plan(config, Reference(None, {})).run_id
+        if (earlier := same_as(launch, number, run_id)) is not None:
+            message = f"the same run as job {earlier + 1}"
+            return Outcome(number, "skipped", 0, run_id, message=message)
     choices = HydraConfig.get().runtime.choices
     published = [f"{group}={choices[group]}" for group in ("task", "model", "recipe")]
     baseline = OmegaConf.to_container(OmegaConf.load(CONFIGS / "model" / "softmax.yaml"))
     reference = Reference(typed(compose_config(published)), baseline)
     started_at, started = now(), time.monotonic()
     record = run_job(config, overrides, reference, number)
-    accuracy = record.result.test.accuracy if record.result else None
+    test = record.result.test.accuracy if record.result else None
+    val = record.result.val.accuracy if record.result else None
     trained_s = time.monotonic() - started if record.started_at >= started_at else None
     return Outcome(
-        number, record.status, EXIT_CODES[record.status], record.run_id, accuracy, record.message,
-        setting_text(record), trained_s,
+        number, record.status, EXIT_CODES[record.status], record.run_id, test, record.message,
+        val, setting_text(record), trained_s,
     )  # fmt: skip
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
+import random
 import re
 import signal
 import sys
@@ -15,26 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lra.build import make_model
 from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_key
 from lra.files import check_writable
-from lra.script import EXIT_INTERRUPTED, fail, unread
-from lra.sweep import Outcome, first_line, note_size, outcomes, summary
+from lra.plan import Plan, Reference, make_plan
+from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, fail, unread
+from lra.sweep import Outcome, first_line, note_jobs, outcomes, summary
 from lra.tasks.task import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
+PLUGINS = {  # of Hydra, and the extra that has them
+    "joblib": "parallel", "submitit_slurm": "slurm", "submitit_local": "slurm", "optuna": "tune",
+}  # fmt: skip
 exit_codes: list[int] = []  # of the jobs that ended
-sweep_dirs: list[Path] = []  # of the sweep that this process launched
+launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
 sweep_sizes: list[int] = []  # its number of jobs
 told: set[str] = set()  # why jobs of it will be refused, as said before the first
 
@@ -48,7 +55,8 @@ def typed(cfg: DictConfig) -> RunConfig:
     if HydraConfig.initialized():
         job = HydraConfig.get()
         for override in job.overrides.hydra:
-            if complaint := unknown_hydra_key(job, override):
+            # Hydra itself refuses those without a plus sign, and knows the classes of plugins.
+            if override[0] == "+" and (complaint := unknown_hydra_key(job, override)):
                 raise ValueError(complaint)
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     config = fill(RunConfig, values)
@@ -75,11 +83,16 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return str(error) if is_known else unknown_key(error.key, error.given, overrides)
     if isinstance(error, OverrideParseException):
         return unreadable(error.override, overrides)
-    if "hydra/launcher" in str(error):
-        extra = "parallel" if "joblib" in str(error) else "slurm"
-        return f"{str(error).splitlines()[0]}; pip install 'lra-harness[{extra}]' brings it"
+    if "INTERVAL_SWEEP" in str(error):
+        given = next((o for o in overrides if "interval(" in o), "interval")
+        return (
+            f"{given}: only a sweeper that optimises can choose from an interval; add "
+            "hydra/sweeper=optuna, or list values with commas"
+        )
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
+        if choice in PLUGINS:
+            return f"{group}={choice}: pip install 'lra-harness[{PLUGINS[choice]}]' brings it"
         return f"{group}={choice}: not a choice; {nearest(choice, error.options)}"
     if match := re.search(r"Ambiguous value for argument '(.*)'|weep overrides", str(error)):
         given = match[1] or next((o for o in overrides if "," in o), "")
@@ -196,7 +209,7 @@ class JobSettings:
     """Where a job stands in its sweep; number 0 and no folder outside one."""
 
     number: int
-    sweep_dir: Path | None
+    launch: Path | None  # the folder of outcomes of this start of the sweep
     in_sweep_process: bool  # one job after the other, in the process that the user started
 
 
@@ -208,7 +221,12 @@ def job_settings() -> JobSettings:
     if job.mode != RunMode.MULTIRUN:
         return JobSettings(0, None, False)
     basic = str(job.launcher._target_).endswith("BasicLauncher")
-    return JobSettings(int(job.job.num), Path(job.sweep.dir), basic)
+    return JobSettings(int(job.job.num), launch_folder(job), basic)
+
+
+def launch_folder(hydra: Any) -> Path:
+    """Where the jobs of this start of a sweep leave their outcomes; one sweep.dir may see many."""
+    return Path(hydra.sweep.dir) / f"launch-{hydra.callbacks.summary.launch}"
 
 
 def threads_per_job() -> int | None:
@@ -224,51 +242,102 @@ def threads_per_job() -> int | None:
 class SweepSummary(Callback):
     """Hydra calls this around the jobs of a sweep, whatever launches them."""
 
+    def __init__(self, launch: str) -> None:
+        self.launch = launch  # jobs find it in their config, see `launch_folder`
+
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Check all jobs before the first starts; remember where they leave their outcomes."""
-        sweep_sizes.append(check_jobs(list(config.hydra.overrides.task)))
-        sweep_dirs.append(Path(config.hydra.sweep.dir))
+        hydra = config.hydra
+        overrides = list(hydra.overrides.task)
+        jobs, repeated = [], {}
+        if is_basic(hydra):
+            try:
+                jobs = sweep_jobs(hydra)
+            except HydraException as error:  # Hydra would only warn of an error in a callback
+                fail(explain(error, overrides))
+            repeated = check_jobs(jobs, overrides)
+        else:
+            check_search(hydra)
+        launches.append(launch_folder(hydra))
         try:
-            check_writable(sweep_dirs[-1], "paths.outputs")
+            check_writable(launches[-1], "paths.outputs")
         except OSError as error:
-            fail(str(error))  # Hydra would only warn of an error in a callback
-        note_size(sweep_dirs[-1], sweep_sizes[-1])
+            fail(str(error))
+        sweep_sizes.append(len(jobs))
+        note_jobs(launches[-1], len(jobs), repeated)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print how each job ended and keep the worst exit code."""
-        found = print_summary(Path(config.hydra.sweep.dir))
-        exit_codes.extend(o.exit_code for o in found if o.status != "busy")
+        end_sweep(launch_folder(config.hydra))
+        found = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
+        if not is_basic(config.hydra) and found.exists():
+            print(f"{found}\n{found.read_text().rstrip()}", flush=True)
 
 
-def print_summary(sweep_dir: Path) -> list[Outcome]:
+def end_sweep(launch: Path) -> None:
+    """Print how the jobs of a sweep ended and keep their exit codes."""
+    found = print_summary(launch)
+    exit_codes.extend(o.exit_code for o in found if o.status != "busy")
+
+
+def print_summary(launch: Path) -> list[Outcome]:
     """Print how the jobs of a sweep ended so far, and return it."""
-    found = outcomes(sweep_dir)
+    found = outcomes(launch)
     print(summary(found, max(len(found), *sweep_sizes, 0)), flush=True)
     return found
 
 
-def check_jobs(overrides: list[str]) -> int:
-    """Say which jobs of a sweep will be refused, before the first has run; return their number."""
-    from lra.build import make_model, make_task
+def is_basic(hydra: Any) -> bool:
+    """Whether Hydra's own sweeper makes the jobs: all there are, known before the first."""
+    return str(hydra.sweeper._target_).endswith(".BasicSweeper")
 
-    choices = []
-    for override in OverridesParser.create().parse_overrides(overrides):
-        is_discrete = override.is_sweep_override() and override.is_discrete_sweep()
-        values = override.sweep_string_iterator() if is_discrete else ()
-        choices.append(
-            [f"{override.get_key_element()}={value}" for value in values]
-            or [str(override.input_line)]
-        )
-    jobs = [list(words) for words in itertools.product(*choices)]
+
+def sweep_words(hydra: Any) -> list[Override]:
+    """What the command line and `hydra.sweeper.params` give to a sweeper.
+
+    Raises:
+        HydraException: a word cannot be read.
+    """
+    params = hydra.sweeper.get("params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    # With the loader, which knows the choices of each group, `glob` can be read.
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides([*words, *hydra.overrides.task])
+
+
+def sweep_jobs(hydra: Any) -> list[list[str]]:
+    """The words of every job, as Hydra's own sweeper will make them.
+
+    Raises:
+        HydraException: a word cannot be read, or only an optimising sweeper can choose from it.
+    """
+    state = random.getstate()
+    overrides = sweep_words(hydra)
+    (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    random.setstate(state)  # so that the sweeper will shuffle in the same way
+    if not jobs:
+        empty = next(o for o in overrides if o.is_sweep_override() and not [*o.sweep_iterator()])
+        fail(f"{empty.input_line}: no value in it, so the sweep has no jobs")
+    return jobs
+
+
+def check_jobs(jobs: list[list[str]], overrides: list[str]) -> dict[int, tuple[int, str]]:
+    """Say which jobs of a sweep will be refused, or are the same run, before the first has run.
+
+    Returns:
+        Jobs that would be the run of an earlier one: that one's number and the run's id, by number.
+    """
     refused: dict[str, list[int]] = {}
-    for number, words in enumerate(jobs, start=1):
-        try:
-            config = typed(compose_config(words))
-            make_model(config, make_task(config))
-        except HydraException as error:  # Hydra itself would end the sweep with it
-            fail(explain(error, overrides))
-        except (OmegaConfBaseException, ValueError) as error:
-            refused.setdefault(explain(error, words), []).append(number)
+    first: dict[Path, int] = {}  # by the run's folder
+    repeated: dict[int, tuple[int, str]] = {}
+    for number, words in enumerate(jobs):
+        plan, message = check_job(words, overrides)
+        if plan is None:
+            refused.setdefault(message, []).append(number + 1)
+        elif plan.config.checkpoint is None:
+            earlier = first.setdefault(plan.run_dir, number)
+            if earlier != number:
+                repeated[number] = earlier, plan.run_id
     hopeless = sum(map(len, refused.values())) == len(jobs)
     for message, numbers in refused.items():
         told.add(message)
@@ -280,7 +349,71 @@ def check_jobs(overrides: list[str]) -> int:
         print(f"warning: {which} will be refused: {message}", file=sys.stderr)
     if hopeless:
         fail("no job of this sweep could run, see above")
-    return len(jobs)
+    for earlier, name in dict.fromkeys(repeated.values()):
+        numbers = [number for number, same in repeated.items() if same == (earlier, name)]
+        ours, theirs = (
+            " ".join(word for word in jobs[one] if word not in jobs[other])
+            for one, other in ((numbers[0], earlier), (earlier, numbers[0]))
+        )
+        which = f"job {numbers[0] + 1} ({ours}) is"
+        if len(numbers) > 1:
+            which = f"{len(numbers)} jobs ({', '.join(str(n + 1) for n in numbers)}) are"
+        tail = "; how it is computed is no part of a run, so both need paths.outputs of their own"
+        print(
+            f"note: {which} skipped: the same run as job {earlier + 1} ({theirs}), {name}"
+            + (tail if "hardware" in ours else ""),
+            file=sys.stderr,
+        )
+    return repeated
+
+
+def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]:
+    """What a job will run, or why it will be refused."""
+    try:
+        plan = make_plan(typed(compose_config(words)), Reference(None, {}))
+        make_model(plan.config, plan.task)
+        return plan, ""
+    except HydraException as error:  # Hydra itself would end the sweep with it
+        fail(explain(error, overrides))
+    except (OmegaConfBaseException, ValueError) as error:
+        return None, explain(error, words)
+
+
+def check_search(hydra: Any) -> None:
+    """Check what can be known of the jobs that an optimising sweeper will choose."""
+    direction = str(hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
+    if direction != "maximize":
+        fail(
+            f"hydra.sweeper.direction={direction}: a job's worth is its best validation accuracy; "
+            "expected maximize"
+        )
+    first: dict[str, str] = {}  # the words of a job, by key
+    last: dict[str, str] = {}
+    fixed: set[str] = set()
+    try:
+        overrides = sweep_words(hydra)
+    except HydraException as error:  # such as params in a syntax of the sweeper's own
+        print(f"note: no job was checked beforehand ({first_line(error)})", file=sys.stderr)
+        return
+    for override in overrides:
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, IntervalSweep):
+            values = [str(value.start), str(value.end)]
+        elif override.is_sweep_override():
+            values = list(override.sweep_string_iterator()) or ["null"]
+        else:
+            values = [override.get_value_element_as_str()]
+            fixed.add(f"{key}={values[0]}")
+        first[key], last[key] = f"{key}={values[0]}", f"{key}={values[-1]}"
+    print(
+        "note: which jobs there will be is the sweeper's choice, so only the first and the last "
+        "value of each range are checked beforehand; every job is checked before it trains",
+        file=sys.stderr,
+    )
+    for words in (list(first.values()), list(last.values())):
+        if message := check_job(words, list(hydra.overrides.task))[1]:
+            chosen = " ".join(word for word in words if word not in fixed)
+            print(f"warning: a job with {chosen} will be refused: {message}", file=sys.stderr)
 
 
 def run_program(main: Callable[[], Any]) -> None:
@@ -288,6 +421,9 @@ def run_program(main: Callable[[], Any]) -> None:
     # Let errors out of Hydra, which would print its own advice; they are worded here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     os.environ.setdefault("LRA_SWEEP_ID", str(os.getpid()))
+    # The jobs of launchers import lra anew, and so find this one even if another is installed.
+    places = (str(CONFIGS.parent), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     # Threads that wait by spinning slow each other many times over when a core is shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, _terminate)
@@ -299,10 +435,12 @@ def run_program(main: Callable[[], Any]) -> None:
         sys.stdout.flush()
     except BrokenPipeError:
         unread()
-    except (HydraException, OmegaConfBaseException) as error:
-        fail(explain(error, overrides))
-    except (ValueError, OSError) as error:
-        fail(explain(error, overrides))
+    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
+        for launch in launches:  # a sweeper that has no use for how its jobs ended
+            if outcomes(launch):
+                end_sweep(launch)
+        print(f"error: {explain(error, overrides)}", file=sys.stderr)
+        sys.exit(max([EXIT_USAGE, *exit_codes]))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
@@ -311,14 +449,18 @@ def run_program(main: Callable[[], Any]) -> None:
             fail(" ".join(str(error).split()))
         if "srun" in str(error):
             fail(f"hardware=slurm: {first_line(error)}; start it where Slurm's commands are")
-        if not sweep_dirs:
+        if given := next((o for o in overrides if "hydra.sweeper.params" in o), None):
+            fail(f"{given}: only in a config file; here give the values themselves: seed=0,1")
+        if not launches:
             raise
         # Jobs catch their own errors, so this is a launcher's whose job was killed.
-        for sweep_dir in sweep_dirs:
-            print_summary(sweep_dir)
+        for launch in launches:
+            print_summary(launch)
+        traced = re.findall(r"^\S*(?:Error|Exception): .*", str(error), re.MULTILINE)  # in the job
+        why = traced[-1] if traced else f"{type(error).__name__}: {first_line(error)}"
         print(
             f"error: a job ended without an outcome, killed from outside perhaps or for want of "
-            f"memory ({type(error).__name__}: {first_line(error)}); the same command goes on with "
+            f"memory ({why}); the same command goes on with "
             "what is missing",
             file=sys.stderr,
         )

@@ -7,7 +7,7 @@ import json
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +69,10 @@ def run_job(
         check_writable(config.paths.outputs, "paths.outputs")
     with runs.locked(run_dir) if is_main else contextlib.nullcontext(), storing("paths.outputs"):
         own = runs.own_record(run_dir, plan.first_record)
-        if done := distributed.from_main(finished(plan, own, data.fingerprint, progress.say)):
+        done = finished(plan, own, data.fingerprint, hardware.describe(None), progress.say)
+        if done := distributed.from_main(done):
             return records.load(done)
+        environment = records.environment()
         meaning = meaning_of(plan, num_params(model), data.num_examples)
         if is_main:
             # Better now than after the training.
@@ -94,9 +96,9 @@ def run_job(
             plain_config=plan.plain,
             say=progress.say,
         ) as logger:
-            ending = attempt(plan, model, data, hardware, progress, logger.log)
+            ending = attempt(plan, model, data, hardware, environment, progress, logger.log)
             record = record_of(
-                plan, overrides, meaning, data, hardware, ending,
+                plan, overrides, meaning, data, hardware, environment, ending,
                 started_at=started_at, wall_time_s=time.monotonic() - started,
             )  # fmt: skip
             if is_main:
@@ -144,6 +146,7 @@ def attempt(
     model: Classifier,
     data: Dataset,
     hardware: Hardware,
+    environment: Mapping[str, Any],
     progress: Progress,
     log: Callable[[list[dict[str, Any]]], None],
 ) -> Ending:
@@ -160,6 +163,7 @@ def attempt(
         result = train(
             model, data, config.train, hardware, seed=config.seed, run_dir=run_dir,
             identity=identity, progress=progress, log=log,
+            software={key: environment[key] for key in ("torch", "git_commit")},
         )  # fmt: skip
     except Diverged as error:
         return Ending("diverged", str(error))
@@ -193,6 +197,7 @@ def record_of(
     meaning: Meaning,
     data: Dataset,
     hardware: Hardware,
+    environment: dict[str, Any],
     ending: Ending,
     *,
     started_at: str,
@@ -241,7 +246,7 @@ def record_of(
         speed=speed,
         peak_memory_bytes=hardware.peak_memory_bytes(),
         hardware=hardware.describe(micro_batch_size),
-        environment=records.environment(),
+        environment=environment,
         started_at=started_at,
         finished_at=runs.now(),
         message=ending.message,

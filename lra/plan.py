@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lra.build import make_model, make_task, model_name, num_params, resolved
 from lra.config import NO_NUMBERS, RunConfig, config_hash, flatten
 from lra.results import records
-from lra.results.records import Protocol
+from lra.results.records import Protocol, Record
 
 if TYPE_CHECKING:
     from lra.tasks.task import Task
@@ -138,13 +138,18 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
 
 
 def finished(
-    plan: Plan, own: Path | None, fingerprint: str, say: Callable[[str], None]
+    plan: Plan,
+    own: Path | None,
+    fingerprint: str,
+    hardware: Mapping[str, Any],
+    say: Callable[[str], None],
 ) -> Path | None:
     """The record made in the run's folder, if it is of a run that came to its end.
 
     Args:
         own: that record, of whatever run; None if there is none.
         fingerprint: of the data as they are now.
+        hardware: what the record's block of that name would be now.
 
     Raises:
         ValueError: it is of a newer program, or of a run on other data.
@@ -170,4 +175,23 @@ def finished(
         f"{record.run_id} is finished ({record.status}); nothing to do. Record: {own}\n"
         f"To train it once more, move {plan.run_dir} away first"
     )
+    if otherwise := computed_otherwise(record, hardware):
+        say(
+            f"warning: it was not computed as asked for now ({otherwise}); to have that as well, "
+            "choose another paths.outputs"
+        )
     return own
+
+
+def computed_otherwise(record: Record, hardware: Mapping[str, Any]) -> str:
+    """Which choices of hardware that numbers depend on a record was not made with; in words."""
+    steps = record.hardware.get("stretches", [record.hardware])
+    found = {
+        key: list(dict.fromkeys(str(s[key]) for s in steps if key in s))
+        for key in ("precision", "device", "num_devices", "compile")
+    }
+    return ", ".join(
+        f"{key} {' then '.join(values)}, now {hardware[key]}"
+        for key, values in found.items()
+        if values and values != [str(hardware[key])]
+    )

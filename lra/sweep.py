@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lra.console import duration, percent
 from lra.files import write_atomically
 
-NUM_JOBS = "num_jobs"  # a file in the sweep's folder
+JOBS = "jobs.json"  # what is known of them before the first starts
 STATUS_COLUMNS = ("job", "status", "test %", "run")
 
 
@@ -24,8 +26,22 @@ class Outcome:
     run_id: str = ""
     accuracy: float | None = None
     message: str = ""
+    val_accuracy: float | None = None  # at the selected step
     setting: str = ""  # what the command line changed in recipe and model
     trained_s: float | None = None  # None for a job that had nothing to train
+
+
+def objective(outcome: Outcome) -> float | None:
+    """What a job is worth to a sweeper that optimises: its validation accuracy, never test's.
+
+    A setting that does not work (diverged, out of memory, refused) is worth nothing: a finite
+    number, which every sweeper accepts. Jobs that say nothing about their setting give None, which
+    Optuna counts as a failed trial before it goes on.
+    """
+    if outcome.val_accuracy is not None:
+        return outcome.val_accuracy
+    is_bad = outcome.status in ("diverged", "failed", "out_of_memory", "refused")
+    return 0.0 if is_bad else None
 
 
 def first_line(error: Exception) -> str:
@@ -34,7 +50,7 @@ def first_line(error: Exception) -> str:
 
 
 def note(folder: Path, outcome: Outcome) -> None:
-    """Leave a job's outcome in the sweep's folder."""
+    """Leave a job's outcome in the folder of its launch."""
     write_atomically(folder / f"{outcome.number}.json", json.dumps(dataclasses.asdict(outcome)))
 
 
@@ -44,9 +60,26 @@ def outcomes(folder: Path) -> list[Outcome]:
     return sorted(found, key=lambda o: o.number)
 
 
-def note_size(folder: Path, num_jobs: int) -> None:
-    """Leave the number of jobs, for processes that a launcher starts."""
-    write_atomically(folder / NUM_JOBS, f"{num_jobs}\n")
+def note_jobs(folder: Path, num_jobs: int, repeated: Mapping[int, tuple[int, str]]) -> None:
+    """Leave for processes that a launcher starts what is known of the jobs.
+
+    Args:
+        num_jobs: 0 if that is not known.
+        repeated: by number, jobs that would be the run of an earlier one; its number, the run's id.
+    """
+    values = {"num_jobs": num_jobs, "repeated": repeated}
+    write_atomically(folder / JOBS, json.dumps(values) + "\n")
+
+
+def same_as(folder: Path, number: int, run_id: str) -> int | None:
+    """The number of the earlier job of the launch that is this very run; None if there is none."""
+    earlier, name = _jobs(folder)["repeated"].get(str(number), (None, None))
+    return earlier if name == run_id else None
+
+
+def _jobs(folder: Path) -> dict[str, Any]:
+    path = folder / JOBS
+    return json.loads(path.read_text()) if path.exists() else {"num_jobs": 0, "repeated": {}}
 
 
 def position(folder: Path, number: int, *, in_turn: bool) -> str:
@@ -56,8 +89,7 @@ def position(folder: Path, number: int, *, in_turn: bool) -> str:
         number: of the job, from 0.
         in_turn: whether jobs run one after the other, so that their times add up.
     """
-    path = folder / NUM_JOBS
-    num_jobs = int(path.read_text()) if path.exists() else 0
+    num_jobs = _jobs(folder)["num_jobs"]
     text = f"job {number + 1}" + (f" of {num_jobs}" if num_jobs > number else "")
     times = [o.trained_s for o in outcomes(folder) if o.trained_s is not None]
     if in_turn and times and num_jobs > number:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -16,8 +18,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from hydra.errors import MissingConfigException
 
-from lra.cli import compose_config, typed
+from lra.cli import compose_config, explain, typed
 from lra.console import percent
 from lra.results import records
 from lra.training import checkpoint
@@ -155,6 +158,10 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
         ("-m seed=0,1,2 shape.num_heads=5", "all 3 jobs: shape.num_heads=5 does not divide"),
         ("-m seed=0,1,2 model=luna,softmx", "model=softmx: not a choice; did you mean 'softmax'?"),
         ("-m lr=1 seed=0,1,2", "lr=1: unknown key; did you mean 'train.lr'?"),
+        ("-m seed=range(3,3)", "seed=range(3,3): no value in it, so the sweep has no jobs"),
+        ("-m seed=interval(0,1)", "seed=interval(0,1): only a sweeper that optimises can choose"),
+        ("-m seed=1,2 +hydra.sweeper.params.seed=3", "params.seed=3: only in a config file"),
+        ("-m hydra/sweeper=optnua seed=0,1", "hydra/sweeper=optnua: not a choice; "),
     ],
 )
 def test_a_slip_is_answered_once_with_what_was_meant(
@@ -176,6 +183,37 @@ def test_a_setting_that_is_written_well_enough_is_taken(
     assert code == 0 and "lr: 0.5" in out and "lra.tasks.text.Text" in out
 
 
+@pytest.mark.parametrize(
+    "choice, extra",
+    [
+        ("sweeper/optuna", "tune"),
+        ("launcher/joblib", "parallel"),
+        ("launcher/submitit_slurm", "slurm"),
+    ],
+)
+def test_what_an_extra_brings_is_told(choice: str, extra: str) -> None:
+    error = MissingConfigException("", missing_cfg_file=f"hydra/{choice}", options=["basic"])
+    assert explain(error, []).endswith(f"pip install 'lra-harness[{extra}]' brings it")
+
+
+@pytest.mark.parametrize("name", ["lra", "models"])
+def test_code_of_another_place_is_refused(name: str, tmp_path: Path) -> None:
+    """In a job that would find an older copy; here run.py is told that it lies elsewhere."""
+    check_copies = runpy.run_path(str(ROOT / "run.py"))["check_copies"]
+    check_copies()
+    for package in ("lra", "models"):
+        (tmp_path / package).symlink_to(ROOT / package)
+    module = importlib.import_module(name)
+    with patch.object(module, "__path__", [str(tmp_path / name)]):
+        check_copies()  # another way to the same folder
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with patch.object(module, "__path__", [str(tmp_path / name)]):
+        expected = f"{name} is imported from {tmp_path / name}, but this is the run.py of {ROOT}:"
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}"):
+            check_copies()
+
+
 def in_process(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> tuple[int, str, str]:
@@ -184,7 +222,7 @@ def in_process(
 
     from lra import cli
 
-    for remembered in (cli.exit_codes, cli.sweep_dirs, cli.sweep_sizes, cli.told):
+    for remembered in (cli.exit_codes, cli.launches, cli.sweep_sizes, cli.told):
         remembered.clear()
     monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *words])
     with patch.dict(os.environ), pytest.raises(SystemExit) as left:

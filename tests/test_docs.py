@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep
 
 from lra.build import make_task
 from lra.cli import GROUPS, compose_config, typed
@@ -81,7 +82,11 @@ def check_run(words: list[str]) -> None:
     choices = []
     for override in OverridesParser.create().parse_overrides(overrides):
         key = override.get_key_element()
-        values = override.sweep_string_iterator() if override.is_sweep_override() else None
+        value, values = override.value(), None
+        if isinstance(value, IntervalSweep):
+            values = [str(value.start), str(value.end)]
+        elif override.is_sweep_override():
+            values = list(override.sweep_string_iterator())
         choices.append([f"{key}={v}" for v in values] if values else [override.input_line])
     assert "-m" in words or all(len(c) == 1 for c in choices)
     for chosen in product(*choices):

@@ -124,6 +124,58 @@ def test_a_diverged_run_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (folder / "traceback.txt").exists()  # no fault of the code
 
 
+def test_a_change_of_precision_within_a_run_stands_in_its_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forward, calls, bf16 = SoftmaxAttention.forward, [], {"precision": "bf16"}
+
+    def stops(self: SoftmaxAttention, *inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(inputs)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SoftmaxAttention, "forward", stops)
+        stopped = run(tmp_path, hardware=bf16)
+    assert stopped.status == "interrupted" and "stretches" not in stopped.hardware
+    assert "computed otherwise" not in capsys.readouterr().out
+    record = run(tmp_path)
+    assert "precision bf16 before, now float32" in capsys.readouterr().out
+    assert record.run_id == stopped.run_id and record.hardware["precision"] == "float32"
+    first, second = record.hardware["stretches"]
+    assert (first["from_step"], first["precision"]) == (1, "bf16")
+    assert (second["from_step"], second["precision"]) == (4, "float32")
+    assert first["torch"] == second["torch"] == record.environment["torch"]
+    assert f"{second['name']}, bf16 then {second['name']}, float32, 1 th" in record.device_text
+    (path,) = (tmp_path / "results/runs/toy/softmax").glob("*.json")
+    assert records.load(path) == record and not records.problems(record, path)
+    # Finished in two ways: neither is what a command for one of them asks.
+    run(tmp_path)
+    assert "precision bf16 then float32, now float32" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_that_it_was_computed_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run(tmp_path, hardware={"precision": "bf16"})
+    capsys.readouterr()
+    assert run(tmp_path, hardware={"precision": "bf16"}) == made
+    assert "computed" not in capsys.readouterr().out
+    assert run(tmp_path) == made
+    out = capsys.readouterr().out
+    assert "nothing to do" in out and "choose another paths.outputs" in out
+    assert "not computed as asked for now (precision bf16, now float32)" in out
+
+
+def test_stretches_that_cannot_be_shown_are_refused(tmp_path: Path) -> None:
+    record = run(tmp_path)
+    record.hardware["stretches"] = "bf16"
+    path = records.save(record, tmp_path / "results")
+    with pytest.raises(ValueError, match=r"hardware\.stretches='bf16': expected a list of objects"):
+        records.load(path)
+
+
 class Two(Toy):
     """Two classes, equally many of each; 2,000 examples to validate on."""
 

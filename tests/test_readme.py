@@ -65,6 +65,8 @@ RULES = [
     Rule(r"run.py checkpoint=", r"^test +accuracy [0-9.]+ %.* 16 examples"),
     Rule(r"run.py -m hydra/launcher=joblib", r"^\d+ jobs: [^,]*( completed| at_chance)+", LISTOPS,
          needs="hydra_plugins.hydra_joblib_launcher"),
+    Rule(r"run.py -m hydra/sweeper=optuna", r"^best_value: [0-9.]+$",
+         f"{LISTOPS} hydra.sweeper.n_trials=2", needs="hydra_plugins.hydra_optuna_sweeper"),
     Rule(r"run.py -m ", r"^\d+ jobs: ((, )?\d+ (completed|at_chance))+$", LISTOPS),
     Rule(r"run.py .*logger=wandb", r"^record +results/.*\.json$", LISTOPS, needs="wandb"),
     Rule(r"run.py .*experiment=smoke", r"^record +outputs/results/.*\.json$", LISTOPS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,23 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 from lra.build import resolved
-from lra.cli import CONFIGS, compose_config, typed
+from lra.cli import CONFIGS, check_jobs, check_search, compose_config, sweep_jobs, typed
 from lra.config import config_hash
 from lra.results import records
 from lra.results.leaderboard import make_rows
-from lra.sweep import Outcome, has_failed, note, note_size, outcomes, position, summary
+from lra.sweep import (
+    Outcome,
+    has_failed,
+    note,
+    note_jobs,
+    objective,
+    outcomes,
+    position,
+    summary,
+)
 from tests import programs
 from tests.test_cli import ROOT, TINY, start
 
@@ -137,7 +148,8 @@ def test_a_refused_job_does_not_stop_the_sweep(tmp_path: Path) -> None:
     assert code == 2 and "shape.num_heads=5 does not divide" in err
     # All jobs are checked first: the mistake in the last is told before the first has run.
     warning, *_ = err.splitlines()
-    assert warning.startswith("warning: job 2 (") and "num_heads=5 shape.d_model=16" in warning
+    assert warning.startswith("warning: job 2 (") and "shape.num_heads=5" in warning
+    assert warning.count("shape.d_model=") == 2  # once among its words, and once in the message
     assert "1 refused" in out and len(found(tmp_path, "luna")) == 1
 
 
@@ -160,6 +172,135 @@ def test_a_sweep_has_a_folder_of_its_own(tmp_path: Path) -> None:
         assert program.returncode == 2
     folders = {p.name for p in (tmp_path / "outputs/.sweeps").iterdir()}
     assert {name.split("-", 2)[2] for name in folders} == {str(p.pid) for p in programs_}
+
+
+def test_each_start_of_a_sweep_counts_its_own_jobs(tmp_path: Path) -> None:
+    """Also in the folder of an earlier one, of which more jobs were there, and one failed."""
+    here = "hydra.sweep.dir=here"
+    code, out, _ = sweep(tmp_path, *BAD, "seed=1,0,4", here)
+    assert code == 1 and "3 jobs: " in out
+    code, out, _ = sweep(tmp_path, *BAD, "seed=0,4", here, "sweep.fail_fast=true")
+    assert code == 0 and out.count("nothing to do") == 2
+    assert out.splitlines()[-1].startswith("2 jobs: ") and "skipped" not in out
+
+
+def jobs(words: list[str], **params: str) -> list[list[str]]:
+    """The jobs of a sweep by Hydra's own sweeper; `params` as a file has them."""
+    target = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+    sweeper = {"_target_": target, "params": params or None}
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return sweep_jobs(OmegaConf.create({"sweeper": sweeper, "overrides": {"task": words}}))
+
+
+def test_the_jobs_are_known_beforehand_whatever_the_syntax() -> None:
+    assert jobs(["model=glob([s*,t*])"]) == [["model=softmax"], ["model=transformer"]]
+    assert jobs(["model=glob(*,exclude=[f*,t*,n*,l*])", "seed=range(0,2)"]) == [
+        ["model=softmax", "seed=0"], ["model=softmax", "seed=1"],
+    ]  # fmt: skip
+    assert jobs(["seed=choice(3,1)", "recipe=sort(luna,lra,reverse=true)"]) == [
+        [f"seed={seed}", f"recipe={recipe}"] for seed in (3, 1) for recipe in ("luna", "lra")
+    ]
+    assert jobs(["train.lr=0.5"], seed="4,5") == [
+        ["seed=4", "train.lr=0.5"], ["seed=5", "train.lr=0.5"],
+    ]  # fmt: skip
+    assert jobs(["seed=7"], seed="4,5") == [["seed=7"]]  # the command line wins
+    # What is drawn here the sweeper draws once more, from the same state.
+    shuffled = [jobs(["seed=shuffle(range(0,20))"]) for _ in range(2)]
+    assert shuffled[0] == shuffled[1] != sorted(shuffled[0])
+
+
+def test_another_name_of_a_model_is_not_trained_twice(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    code, out, err = sweep(tmp_path, "model=glob([s*,t*])", *launcher)
+    (record,) = found(tmp_path, "softmax").values()
+    assert code == 0 and err.startswith(
+        "note: job 2 (model=transformer) is skipped: the same run as job 1 (model=softmax), "
+        f"{record.run_id}\n"
+    )
+    *_, second, count = out.splitlines()
+    assert second.split(maxsplit=2) == ["2", "skipped", f"{record.run_id}: the same run as job 1"]
+    assert count == f"2 jobs: 1 {record.status}, 1 skipped"
+
+
+def test_jobs_that_are_one_run_are_known_beforehand(capsys: pytest.CaptureFixture[str]) -> None:
+    precisions = [[*TINY, f"hardware.precision={p}", "seed=3"] for p in ("float32", "bf16")]
+    ((number, (earlier, name)),) = check_jobs(precisions, []).items()
+    assert (number, earlier) == (1, 0) and name.startswith("listops-luna-seed3-")
+    assert "so both need paths.outputs of their own" in capsys.readouterr().err
+    elsewhere = [[*words, f"paths.outputs=out{i}"] for i, words in enumerate(precisions)]
+    assert check_jobs(elsewhere, []) == {} and not capsys.readouterr().err
+    three = [[*TINY, f"train.log_every={n}"] for n in (1, 2, 3)]
+    assert check_jobs(three, []).keys() == {1, 2}
+    assert "note: 2 jobs (2, 3) are skipped: the same run as job 1 (" in capsys.readouterr().err
+    assert check_jobs([[*TINY, f"checkpoint=outputs/{name}"] for name in "ab"], []) == {}
+
+
+def test_a_sweeper_that_optimises_gets_validation_accuracy(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="comes with the extra tune")
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize",
+              "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=1",
+              "hydra.sweeper.sampler.seed=0"]  # fmt: skip
+    space = ["train.lr=interval(1e-3,1e-1)", "seed=choice(0,2)"]  # with seed 2 it diverges
+    code, out, err = sweep(tmp_path, *BAD, *search, *space)
+    assert code == 3, err
+    paths = (tmp_path / "outputs/results/runs/listops/trouble").glob("*.json")
+    made = [records.load(path) for path in paths]
+    good = [r for r in made if r.result]
+    assert len(made) == 4 and 2 <= len(good) <= 3
+    best = max(good, key=lambda r: r.result.val.accuracy)  # type: ignore[union-attr]
+    assert best.result and best.result.val.accuracy not in {r.result.test.accuracy for r in good}  # type: ignore[union-attr]
+    (path,) = (tmp_path / "outputs/.sweeps").glob("*/optimization_results.yaml")
+    answer = OmegaConf.load(path)
+    assert answer.best_value == best.result.val.accuracy
+    assert dict(answer.best_params) == {"train.lr": best.config["train"]["lr"], "seed": 0}
+    # What is best is said, and which jobs could be checked beforehand.
+    assert out.endswith(f"\n{path.relative_to(tmp_path)}\n{path.read_text()}")
+    assert "4 jobs: " in out and err.startswith("note: which jobs there will be is the sweeper's")
+
+
+def test_what_a_job_is_worth_to_a_sweeper() -> None:
+    assert objective(Outcome(0, "completed", 0, accuracy=0.9, val_accuracy=0.5)) == 0.5
+    for status in ("diverged", "failed", "out_of_memory", "refused"):
+        assert objective(Outcome(0, status, 1)) == 0
+    for status in ("busy", "interrupted", "skipped"):
+        assert objective(Outcome(0, status, 1)) is None
+
+
+def test_a_search_is_checked_at_the_ends_of_its_ranges(capsys: pytest.CaptureFixture[str]) -> None:
+    def check(*words: str, **sweeper: str) -> str:
+        sweeper = {"_target_": "some.Sweeper"} | sweeper
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            check_search(OmegaConf.create({"sweeper": sweeper, "overrides": {"task": words}}))
+        return capsys.readouterr().err
+
+    space = ["shape.num_heads=choice(2,4,5)", "train.lr=tag(log,interval(1e-4,1e-2))"]
+    note, warning = check("shape.d_model=16", *space, direction="maximize").splitlines()
+    assert note.startswith("note: ") and warning.startswith(
+        "warning: a job with shape.num_heads=5 train.lr=0.01 will be refused: shape.num_heads"
+    )
+    assert "train.lr=-1.0: expected a number above 0" in check("train.lr=interval(-1.0,1.0)")
+    assert "note: no job was checked beforehand (" in check("train.lr=loguniform(1")
+    with pytest.raises(SystemExit):
+        check(*space, direction="Direction.minimize")
+    assert "hydra.sweeper.direction=minimize" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        check("train.rl=interval(1e-4,1e-2)")
+    assert "error: train.rl=interval(1e-4,1e-2): unknown key; " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_job_that_would_import_another_copy_is_refused(tmp_path: Path) -> None:
+    """The jobs of this launcher look into the folder where the command was given first."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    for name in ("lra", "models"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    launcher = ["hydra/launcher=submitit_local", "hydra.launcher.timeout_min=5"]
+    code, _, err = sweep(tmp_path, *launcher, "seed=0,1")
+    assert code == 2 and not list(tmp_path.glob("outputs/listops-*"))
+    assert (
+        f"error: lra is imported from {tmp_path / 'lra'}, but this is the run.py of {ROOT}" in err
+    )
 
 
 def test_a_key_of_one_model_only_is_named_as_that(tmp_path: Path) -> None:
@@ -289,7 +430,7 @@ def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_pat
 
 def test_where_a_job_stands_and_how_long_the_rest_takes(tmp_path: Path) -> None:
     assert position(tmp_path, 0, in_turn=True) == "job 1"
-    note_size(tmp_path, 4)
+    note_jobs(tmp_path, 4, {})
     assert position(tmp_path, 0, in_turn=True) == "job 1 of 4"
     note(tmp_path, Outcome(0, "completed", 0, "run-a", 0.5))  # was there before
     assert position(tmp_path, 1, in_turn=True) == "job 2 of 4"

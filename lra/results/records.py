@@ -125,6 +125,9 @@ class Record:
             )
         if (self.result is None) == (self.status in ("completed", "at_chance")):
             raise ValueError(f"status={self.status!r} does not go with result={self.result}")
+        stretches = self.hardware.get("stretches", [])
+        if not isinstance(stretches, list) or not all(isinstance(s, dict) for s in stretches):
+            raise ValueError(f"hardware.stretches={stretches!r}: expected a list of objects")
 
     @property
     def name(self) -> str:
@@ -138,7 +141,9 @@ class Record:
         threads = got.get("num_threads") if got.get("device") == "cpu" else None
         several = "" if threads == 1 else "s"
         count = f", {threads} thread{several}" if threads else ""
-        return f"{got.get('name')}, {got.get('precision')}{count}"
+        known = [s for s in got.get("stretches", ()) if "precision" in s]
+        parts = [f"{s.get('name')}, {s.get('precision')}" for s in known or [got]]
+        return " then ".join(dict.fromkeys(parts)) + count
 
     def to_json(self) -> str:
         """The file's text; numbers that are not finite become null."""

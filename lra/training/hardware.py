@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import platform
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +28,7 @@ class Hardware:
 
     def __init__(self, config: HardwareConfig, job_number: int = 0) -> None:
         self.config = config
+        self.stretches: list[dict[str, Any]] = []  # of the run's steps; see `begin`
         has_cuda = torch.cuda.is_available()
         if config.device == "cuda" and not has_cuda:
             raise ValueError(
@@ -107,8 +110,40 @@ class Hardware:
         """Most memory that tensors took on the device; None where it is not counted (CPU)."""
         return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else None
 
-    def describe(self, micro_batch_size: int | None) -> dict[str, object]:
-        """The record's `hardware` block."""
+    def begin(self, step: int, micro_batch_size: int, software: Mapping[str, Any]) -> str:
+        """Note how steps from `step` on are computed, if otherwise than those before.
+
+        A run may be stopped here and resumed there; `stretches` tells which of its steps were
+        computed how, in their order. None of the differences is part of a run's identity, and each
+        changes its numbers: by rounding at least, and by other dropout where the batch is split
+        otherwise.
+
+        Args:
+            software: versions that steps depend on too, by name.
+
+        Returns:
+            What has changed, in words; empty if nothing has.
+        """
+        now = self.describe(micro_batch_size) | dict(software)
+        # How batches are built changes nothing, and threads nothing on a CUDA device.
+        for key in ("stretches", "num_workers", *["num_threads"] * (self.device.type == "cuda")):
+            now.pop(key, None)
+        while self.stretches and self.stretches[-1]["from_step"] >= step:
+            self.stretches.pop()  # no step was made in it
+        if not self.stretches and step > 1:
+            self.stretches.append({"from_step": 1})  # made by a version that did not keep this
+        before = self.stretches[-1] if self.stretches else {}
+        changed = [key for key, value in now.items() if before.get(key, value) != value]
+        if changed or before.keys() <= {"from_step"}:
+            self.stretches.append({"from_step": step, **now})
+        return ", ".join(f"{key} {before[key]} before, now {now[key]}" for key in changed)
+
+    def describe(self, micro_batch_size: int | None) -> dict[str, Any]:
+        """The record's `hardware` block: how the last steps were computed, or all of them.
+
+        If not all were computed alike, `stretches` has the settings from each `from_step` on.
+        """
+        several = {"stretches": self.stretches} if len(self.stretches) > 1 else {}
         return {
             "device": self.device.type,
             "name": self.name,
@@ -118,6 +153,7 @@ class Hardware:
             "num_workers": self.config.num_workers,
             "micro_batch_size": micro_batch_size,
             "compile": self.config.compile,
+            **several,
         }
 
 

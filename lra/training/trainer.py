@@ -11,9 +11,10 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -61,6 +62,7 @@ class State:
     timed_steps: int = 0
     timed_examples: int = 0
     timed_tokens: int = 0
+    stretches: list[dict[str, Any]] = field(default_factory=list)  # as in `Hardware.begin`
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -150,12 +152,15 @@ def train(
     identity: dict[str, Any],
     progress: Progress,
     log: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    software: Mapping[str, Any] = MappingProxyType({}),
 ) -> Result:
     """Train `model` from wherever `run_dir` left off, select a checkpoint, test it once.
 
     Under torch.distributed every process calls this; each takes its share of every batch, and the
     main one writes. `identity` (config hash, data fingerprint) must equal that of a checkpoint
-    found in `run_dir`. `log` gets the rows of metrics.jsonl as they come.
+    found in `run_dir`. `log` gets the rows of metrics.jsonl as they come. Where steps are computed
+    otherwise than those before a stop, which includes `software`, that is said, and kept in
+    `hardware.stretches`.
 
     Raises:
         Refused: the folder holds checkpoints of another setting.
@@ -177,6 +182,12 @@ def train(
         cut_metrics(metrics, state.step)
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
+    hardware.stretches = state.stretches
+    if changed := hardware.begin(state.step + 1, micro_batch_size, software):
+        progress.say(
+            f"warning: from step {state.step + 1:,} on the run is computed otherwise ({changed}); "
+            "its record says so, by steps (hardware.stretches)"
+        )
     batches = load_batches(
         data.train, cfg, hardware, seed=seed, first_step=state.step + 1, pad_to=pad_to,
         check=lambda: stop.check(0 if is_alone else STUCK_S),
@@ -267,11 +278,14 @@ def train(
             lr = learning_rate(state.step, cfg)
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            loss, hits, micro_batch_size = accumulate_as_fits(
+            loss, hits, fitting = accumulate_as_fits(
                 forward, batch, size, hardware, scaler, optimizer,
                 micro_batch_size=micro_batch_size,
                 say=lambda text: progress.say(f"step {state.step}: {text}"),
             )  # fmt: skip
+            if fitting != micro_batch_size:
+                micro_batch_size = fitting
+                hardware.begin(state.step, micro_batch_size, software)
             if cfg.clip_norm is not None:
                 scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), cfg.clip_norm)

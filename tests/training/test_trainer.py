@@ -141,6 +141,47 @@ def test_a_signal_saves_and_the_next_start_ends_as_if_never_stopped(
     assert (resumed.step, resumed.test.accuracy) == (whole.step, whole.test.accuracy)
 
 
+def test_what_is_computed_otherwise_after_a_stop_is_said_and_kept_by_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, bf16 = toy_data(tmp_path), HardwareConfig(device="cpu", num_threads=1, precision="bf16")
+    for at, hardware in (3, None), (6, None), (1, bf16):  # of this session's steps
+        with pytest.raises(Interrupted):
+            run(tmp_path, data, model=lambda n=at: StopsAt(n, signal.SIGTERM), hardware=hardware)
+        said = "computed otherwise" in capsys.readouterr().out
+        assert said == (hardware is bf16)
+    result = run(tmp_path, data)  # step 10 was the only one in bfloat16
+    assert (
+        "from step 11 on the run is computed otherwise (precision bf16 before, now float32)"
+        in capsys.readouterr().out
+    )
+    found = [(s["from_step"], s["precision"]) for s in result.state.stretches]
+    assert found == [(1, "float32"), (10, "bf16"), (11, "float32")]
+    assert result.state.stretches[0]["micro_batch_size"] == 8
+
+    # A start that ended before its first step has computed nothing.
+    folder = tmp_path / "checkpoints"
+    saved = checkpoint.read(checkpoint.checkpoints(folder)[0])
+    saved["state"]["step"] = saved["state"]["evaluated_step"] = 10
+    assert len(saved["state"]["stretches"]) == 3
+    hardware = Hardware(bf16)
+    hardware.stretches = saved["state"]["stretches"]
+    assert hardware.begin(11, 8, {}) == "" and len(hardware.stretches) == 2
+
+
+def test_a_state_that_does_not_say_how_it_was_computed_is_no_obstacle(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    with pytest.raises(Interrupted):
+        run(tmp_path, data, model=lambda: StopsAt(7, signal.SIGTERM))
+    (path, *_) = checkpoint.checkpoints(tmp_path / "checkpoints")
+    saved = checkpoint.read(path)
+    del saved["state"]["stretches"]
+    checkpoint.write(path, saved)
+    first, second = run(tmp_path, data).state.stretches
+    assert first == {"from_step": 1} and second["from_step"] == 8
+    assert second["precision"] == "float32"
+
+
 @pytest.mark.parametrize("at", [0, 4, 7])
 def test_a_signal_ends_the_wait_for_a_batch_without_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
@@ -511,6 +552,7 @@ def test_out_of_memory_halves_the_micro_batch_and_repeats_the_step(
     data = toy_data(tmp_path)
     result = run(tmp_path / "run", data, model=RunsOut)
     assert result.micro_batch_size == 2
+    assert [s["micro_batch_size"] for s in result.state.stretches] == [2]
     assert "out of memory; micro-batch is now 4" in capsys.readouterr().out
     run(
         tmp_path / "two",
