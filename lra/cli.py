@@ -92,7 +92,8 @@ def explain(error: Exception, overrides: list[str]) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         if choice in PLUGINS:
-            return f"{group}={choice}: pip install 'lra-harness[{PLUGINS[choice]}]' brings it"
+            extra = PLUGINS[choice]
+            return f"{group}={choice}: `make setup` or pip install -e '.[{extra}]' brings it"
         return f"{group}={choice}: not a choice; {nearest(choice, error.options)}"
     if match := re.search(r"Ambiguous value for argument '(.*)'|weep overrides", str(error)):
         given = match[1] or next((o for o in overrides if "," in o), "")

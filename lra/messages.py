@@ -84,7 +84,8 @@ def conclusion(record: Record, path: Path, others: list[tuple[Path, Record]]) ->
     from lra.results.leaderboard import load_published, task_table
 
     if record.result is None:
-        yield f"{record.status}: {record.message}"
+        resumes = "; the same command goes on" if record.status == "interrupted" else ""
+        yield f"{record.status}: {record.message}{resumes}"
     else:
         test = record.result.test
         yield (

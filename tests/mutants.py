@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant("configs/config.yaml", "launch: ${now:%Y%m%d-%H%M%S-%f}", "launch: one",
            "test_sweep.py each_start"),
     Mutant("lra/cli.py", "random.setstate(state)", "pass", "test_sweep.py whatever_the_syntax"),
-    Mutant("run.py", "(earlier := same_as(launch, number, name))", "(earlier := None)",
+    Mutant("run.py", "(earlier := same_as(launch, number, run_id))", "(earlier := None)",
            "test_sweep.py another_name"),
     Mutant("run.py", "return objective(outcome)", "return outcome.accuracy",
            "test_sweep.py optimises"),

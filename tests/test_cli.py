@@ -193,7 +193,7 @@ def test_a_setting_that_is_written_well_enough_is_taken(
 )
 def test_what_an_extra_brings_is_told(choice: str, extra: str) -> None:
     error = MissingConfigException("", missing_cfg_file=f"hydra/{choice}", options=["basic"])
-    assert explain(error, []).endswith(f"pip install 'lra-harness[{extra}]' brings it")
+    assert explain(error, []).endswith(f"pip install -e '.[{extra}]' brings it")
 
 
 @pytest.mark.parametrize("name", ["lra", "models"])

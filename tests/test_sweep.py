@@ -414,7 +414,7 @@ def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_pat
     assert [point["step"] for point in by_seed[7].curve] == [4, 8]
     log = (tmp_path / "outputs" / by_seed[7].run_id / "run.log").read_text()
     before, resumed, _ = log.partition("resuming at step 1\n")
-    assert resumed and "interrupted: stopped by SIGUSR2 at step 1" in before
+    assert resumed and "interrupted: stopped by SIGUSR2 at step 1; the same command" in before
     # Its record was written: the last line; the path in the header says where it will be.
     assert len(re.findall(rf"^.*record   \S*{by_seed[7].run_id}\.json$", before, re.M)) == 1
     (submitit,) = [

@@ -35,7 +35,7 @@ def unavailable() -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        return "figures skipped: matplotlib is missing; pip install 'lra-harness[tables]'"
+        return "figures skipped: matplotlib is missing; pip install -e '.[tables]'"
     return ""
 
 

@@ -205,4 +205,4 @@ class TransformersNystromformer(nn.Module):
 
 
 def _missing(package: str) -> str:
-    return f"{package} is not installed; pip install 'lra-harness[bench]' brings it"
+    return f"{package} is not installed; pip install -e '.[bench]' brings it"

@@ -26,7 +26,7 @@ _SHARD = re.compile(r"-([0-9]+)-of-([0-9]+)")
 _PLAIN_NAME = re.compile(r"(?!.*(?:-checkpoint|[-_.](?:copy|bak|backup|old|orig)\b))[\w.,=+-]+")
 _LEFTOVER = re.compile(r"(?:cache-|tmp)")
 _HUB_TIMEOUT_S = 5
-_INSTALL_HUB = "run: pip install 'lra-harness[hub]'"
+_INSTALL_HUB = "run: pip install -e '.[hub]'"
 
 
 class Tables(NamedTuple):

@@ -40,7 +40,7 @@ def check_installed(config: LoggerConfig) -> None:
     if config.name != "none" and (spec is None or spec.origin is None):
         raise ValueError(
             f"logger={config.name}: the package {config.name} is not installed; "
-            f"run: pip install 'lra-harness[{config.name}]'"
+            f"run: pip install -e '.[{config.name}]'"
         )
 
 

@@ -241,7 +241,7 @@ def test_a_missing_package_is_named_with_its_extra(
     for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'lra-harness[bench]'")):
+    with pytest.raises(ValueError, match=re.escape("pip install -e '.[bench]'")):
         values(script, name, 32)
 
 
