@@ -324,6 +324,9 @@ def test_two_sequences_meet_only_in_the_head(name: str, pair_features: Any) -> N
     for handle in handles:
         handle.remove()
     width = SMALL.d_model
+    u_BD, v_BD = seen["features_BF"][:, :width], seen["features_BF"][:, width : 2 * width]
+    four = [u_BD * v_BD, u_BD - v_BD] if pair_features == "four" else []
+    assert torch.equal(seen["features_BF"], torch.cat([u_BD, v_BD, *four], dim=1))
     for s in range(2):  # the vector of sequence s does not depend on the other sequence's tokens
         pooled_BD = seen["features_BF"][:, s * width : (s + 1) * width]
         (gradient,) = torch.autograd.grad(

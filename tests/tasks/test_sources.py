@@ -201,14 +201,16 @@ def test_tables_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "imdb").mkdir()
     for split in ("train", "test"):
         (tmp_path / "imdb" / f"{split}.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"\.parquet: .*pyarrow.*lra-harness\[hub\]"):
+    with pytest.raises(ValueError, match=r"\.parquet: .*pyarrow.*pip install -e .\.\[hub\]"):
         list(Text(data_dir=tmp_path).examples("train"))
 
 
 @pytest.mark.parametrize("make", [Text, Image])
 def test_the_hub_without_datasets(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _without(monkeypatch, "datasets")
-    with pytest.raises(ValueError, match=r"needs the package datasets; .*lra-harness\[hub\]"):
+    with pytest.raises(
+        ValueError, match=r"needs the package datasets; .*pip install -e .\.\[hub\]"
+    ):
         list(make(data_dir=Path("none"), source="hub").examples("train"))
 
 

@@ -177,7 +177,7 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     if folder_in_the_way:
         (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match=rf"^logger={name}: .*pip install 'lra-harness\[{name}\]'"):
+    with pytest.raises(ValueError, match=rf"^logger={name}: .*pip install -e '.\[{name}\]'"):
         check_installed(LoggerConfig(name=name))  # type: ignore[arg-type]
 
 
