@@ -27,7 +27,16 @@ MAY_KNOW = {
     "benchmark records": {"ground floor"},
     "speed": {"ground floor", "tasks", "build", "training", "benchmark records", "models"},
     "results": {"ground floor", "tasks", "benchmark records"},
-    "root": {"ground floor", "tasks", "build", "training", "speed", "benchmark records", "results"},
+    "root": {
+        "ground floor",
+        "tasks",
+        "build",
+        "training",
+        "speed",
+        "benchmark records",
+        "results",
+        "models",
+    },
 }
 
 
