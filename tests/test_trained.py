@@ -210,7 +210,8 @@ def test_the_script_shows_test_examples_and_answers(
     (path,) = (toy.parent.parent / "results").rglob("*.json")
     test = records.load(path).result.test  # type: ignore[union-attr]
     right = records.unpack_correct(str(test.correct), test.num_examples)
-    lines = call("--examples=9")
+    *lines, last = call("--examples=9")
+    assert last == f"{right[:9].sum()} of 9 right"
     assert ["(it is " not in line for line in lines] == right[:9].tolist()
     data = prepare(lra.load(toy).task, toy.parent.parent / "cache")
     assert lines[4].endswith(f"<-  {''.join(map(str, data.test.sequence(4)))}")

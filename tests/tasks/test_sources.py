@@ -494,7 +494,7 @@ def test_a_download_that_stalls_is_given_up(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     done = get_data(tmp_path, "listops", "http://127.0.0.1:9")
     assert done.returncode == 2
-    assert "expected text, image, release or all" in done.stderr
+    assert "expected text, image, release (with retrieval) or all" in done.stderr
 
 
 def test_messages_and_script_name_the_same_addresses() -> None:
