@@ -255,10 +255,9 @@ def class_of(where: str, value: Any, names: Sequence[tuple[str, ...]]) -> int:
     Raises:
         ValueError: none of these.
     """
-    if isinstance(value, bool) and len(names) == 2:
+    is_number = isinstance(value, int | float) and (type(value) is not bool or len(names) == 2)
+    if is_number and value in range(len(names)):  # 1.0 and, of two classes, true are class 1
         return int(value)
-    if type(value) is int and 0 <= value < len(names):
-        return value
     if isinstance(value, bytes):
         value = value.decode(errors="backslashreplace")
         for number, spellings in enumerate(names):

@@ -12,6 +12,7 @@ from lra.tasks.beside import listing
 from lra.tasks.task import SPLITS, Task
 
 ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
+PACKED = r"lra_release.*\.(?:zip|7z|rar|part)"  # the release in forms that are not unpacked here
 
 
 @dataclass(kw_only=True)

@@ -30,7 +30,7 @@ from lra.console import counting
 from lra.tasks.archives import count_line_ends, open_plain
 from lra.tasks.beside import similar, unread
 from lra.tasks.columnar import SUFFIXES, class_of, find_tables, table_rows
-from lra.tasks.generated import GeneratedTask
+from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.listops_generator import (
     CLOSE,
     GENERATOR_VERSION,
@@ -64,7 +64,11 @@ FOLDERS = (
     "",
 )
 
-OWN_NAMES = r"(?:basic_(?:train|val|test)|listops-1000)\b.*|listops\..*"  # meant for this task
+# Meant for this task by their names; caches are called listops- and 12 digits of base 16.
+OWN_NAMES = (
+    r"basic_(?:train|val|test)\b.*|listops-[0-9]{1,6}(?![0-9a-f]).*|listops(?:\..*)?"
+    r"|listops[-_](?:train|val|valid|validation|test)\b.*"
+)
 COLUMNS = (("Source", "source"), ("Target", "target", "label"))
 _CLASSES = ((),) * 10  # of tables: numbers only
 
@@ -296,7 +300,7 @@ class ListOps(GeneratedTask):
         folders = [folder for folder in self._candidates() if folder != self._root]
         own = [*folders, self._root] if self.path is not None and with_root else folders
         shared = [self._root / name for name in ("", "lra_release", "lra_release/lra_release")]
-        return unread(own, shared, OWN_NAMES)
+        return unread(own, shared, f"{OWN_NAMES}|{PACKED}")
 
     def _candidates(self) -> list[Path]:
         return [self._root / folder for folder in FOLDERS]

@@ -21,7 +21,7 @@ import numpy as np
 
 from lra.files import replacing
 from lra.tasks.beside import unread
-from lra.tasks.generated import GeneratedTask
+from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.pathfinder_files import (
     NAMES_SHOWN,
     Index,
@@ -320,7 +320,7 @@ class Pathfinder(GeneratedTask):
         names = rf"pathfinder{self.resolution}(?![0-9]).*|pathfinder\..*|curv_.*"
         if self.resolution == 128:
             names += r"|path-?x\b.*"
-        found = unread(own, shared, names)
+        found = unread(own, shared, f"{names}|{PACKED}")
         sides = {f"pathfinder{side}" for side in (32, 64, 128, 256)}
         return [path for path in found if path.name not in sides]
 

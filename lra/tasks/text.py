@@ -225,11 +225,11 @@ def review_files(folder: Path) -> list[tuple[str, str]]:
 
 
 def odd_files(folder: Path) -> list[str]:
-    """Text files among the reviews of an `aclImdb` folder that are not called like one."""
+    """What lies among the reviews of an `aclImdb` folder and is not called like one."""
     return [
         f"{file}: not called NUMBER_RATING.txt"
         for name in TREE
-        for file in sorted((folder / name).glob("*.txt*"))
+        for file in sorted((folder / name).glob("*"))
         if not _REVIEW.fullmatch(file.name)
     ]
 

@@ -26,6 +26,7 @@ from lra.script import EXIT_INTERRUPTED
 from lra.training.stopping import STUCK_EARLY_S, end_if_stuck
 
 JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
+NAME_POLL_S = 1.0
 EXCHANGE_LIMIT = timedelta(minutes=30)  # longest wait for another process of the run
 TELL_AFTER_S = 30.0  # of waiting for another process
 GRACE_S = 60  # for the other processes to write a record after one has failed
@@ -159,17 +160,34 @@ def join(device_type: str) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     try:
         with telling(f"rank {env.get('RANK')}: {awaited}"):
+            _await_name(str(env.get("MASTER_ADDR")), time.monotonic() + JOIN_LIMIT.total_seconds())
             store, number, count = next(dist.rendezvous("env://", timeout=JOIN_LIMIT))
             dist.init_process_group(
                 backend, store=store, rank=number, world_size=count, timeout=EXCHANGE_LIMIT
             )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, socket.gaierror) as error:
         watch_no_more()
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(
             f"{awaited}: they did not ({reason}); start all of them with srun or torchrun, or "
             "unset RANK and WORLD_SIZE to run this one alone"
         ) from None
+
+
+def _await_name(host: str, deadline: float) -> None:
+    """Wait until a machine's name is known, for which the library behind the meeting has no limit.
+
+    Raises:
+        socket.gaierror: it still is not at `deadline`, by the monotonic clock.
+    """
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(NAME_POLL_S)
 
 
 @contextlib.contextmanager

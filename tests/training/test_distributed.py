@@ -239,6 +239,25 @@ def test_processes_that_do_not_come_are_an_error_after_a_while(
     assert signal.set_wakeup_fd(-1) == -1  # nothing watches on
 
 
+def test_a_machine_that_nobody_knows_is_waited_for_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def unknown(host: str, *_: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    for name, value in (rendezvous(1) | {"MASTER_ADDR": "node.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(distributed, "JOIN_LIMIT", timedelta(seconds=0.2))
+    monkeypatch.setattr(distributed, "NAME_POLL_S", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(OSError, match=r"to meet at node.invalid:.*: they did not \(.*not known"):
+        distributed.join("cpu")
+    assert len(asked) > 2 and set(asked) == {"node.invalid"}
+
+
 def test_a_signal_ends_the_waiting_for_others() -> None:
     code = (
         "import signal, sys\n"
