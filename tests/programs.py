@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 # What is imported late, at the first step, table or figure.
 HEAVY = ("torch._dynamo", "torch.distributed", "torch.optim", "torch.utils.data", "numpy.random",
-         "hydra.main", "hydra.core.utils", "pandas", "matplotlib.figure", "PIL.Image")  # fmt: skip
+         "hydra.main", "hydra.core.utils", "matplotlib.figure", "PIL.Image")  # fmt: skip
 
 processor_times: list[float] = []  # of the programs that have ended, in seconds
 
