@@ -460,7 +460,10 @@ FAULTS = {
         lambda d: _table(d, text=["a", "b"], label=[-1, -1]),
         ["train-00000-of-00001.parquet, row 0", "label -1"],
     ),
-    "label is a float": (lambda d: _table(d, text=["a"], label=[1.0]), ["row 0", "label 1.0"]),
+    "label is no whole number": (
+        lambda d: _table(d, text=["a"], label=[0.5]),
+        ["row 0", "label 0.5"],
+    ),
     "label is another word": (
         lambda d: _table(d, text=["a", "b"], label=["pos", "good"]),
         ["row 1", "label 'good', expected 0 to 1 or one of neg, pos"],
