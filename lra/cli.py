@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -27,13 +27,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.build import make_model
 from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_key
 from lra.files import check_writable
-from lra.plan import Plan, Reference, make_plan
 from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, fail, unread
 from lra.sweep import Outcome, first_line, note_jobs, outcomes, summary
 from lra.tasks.task import available_cores
+
+if TYPE_CHECKING:
+    from lra.plan import Plan
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
@@ -370,6 +371,9 @@ def check_jobs(jobs: list[list[str]], overrides: list[str]) -> dict[int, tuple[i
 
 def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]:
     """What a job will run, or why it will be refused."""
+    from lra.build import make_model
+    from lra.plan import Reference, make_plan
+
     try:
         plan = make_plan(typed(compose_config(words)), Reference(None, {}))
         make_model(plan.config, plan.task)
