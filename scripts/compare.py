@@ -21,6 +21,8 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 
 # isort: split
 import numpy as np  # noqa: E402
+from hydra.errors import HydraException  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from lra.build import model_name, resolved  # noqa: E402
 from lra.cli import CONFIGS, compose_config, typed  # noqa: E402
@@ -131,7 +133,7 @@ def _is_recipes_own(record: Record) -> bool:
     try:
         words = [f"task={record.task}", f"model={record.model}", f"recipe={record.recipe}"]
         return config_hash(resolved(typed(compose_config(words)))) == record.config_hash
-    except Exception:  # a task, model or recipe that is not here; whatever composing raises then
+    except (HydraException, OmegaConfBaseException, ValueError):  # of a name that is not here
         return False
 
 
