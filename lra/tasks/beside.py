@@ -55,3 +55,8 @@ def listing(paths: list[Path]) -> str:
     """The first few of many paths, for a message."""
     more = f" and {len(paths) - NAMES_SHOWN} more" if paths[NAMES_SHOWN:] else ""
     return ", ".join(map(str, paths[:NAMES_SHOWN])) + more
+
+
+def shortened(names: list[str]) -> str:
+    """The first few of many names, for a message."""
+    return "; ".join(names[:NAMES_SHOWN]) + ("; ..." if names[NAMES_SHOWN:] else "")

@@ -20,10 +20,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.files import replacing
-from lra.tasks.beside import unread
+from lra.tasks.beside import shortened, unread
 from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.pathfinder_files import (
-    NAMES_SHOWN,
     Index,
     Listed,
     index_level,
@@ -276,7 +275,7 @@ class Pathfinder(GeneratedTask):
         if split == "train":
             left_out += [f"{path}: not listed in the metadata" for path in self._index.unlisted]
         if left_out:
-            names = "; ".join(left_out[:NAMES_SHOWN]) + ("; ..." if left_out[NAMES_SHOWN:] else "")
+            names = shortened(left_out)
             print(f"  {split}: {len(left_out)} pictures left out: {names}", file=sys.stderr)
         self.skipped.setdefault(split, []).extend(left_out)
 

@@ -29,10 +29,10 @@ import numpy as np
 
 from lra.files import write_atomically
 from lra.tasks.archives import read_file
+from lra.tasks.beside import NAMES_SHOWN
 from lra.tasks.pathfinder_generator import PathfinderParams, generate
 from lra.tasks.workers import map_in_order
 
-NAMES_SHOWN = 5  # in a message
 MAX_PICTURE_BYTES = 1 << 20  # of a file; a picture that cannot be packed at all has 65 kB
 # Of the table of the truth: points are (y, x); an origin is the end at which a contour starts.
 TRUTH_COLUMNS = (

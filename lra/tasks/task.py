@@ -28,13 +28,13 @@ import numpy as np
 from lra.console import counting
 from lra.files import check_writable, locked, way_out, write_atomically
 from lra.tasks.batches import ARRAYS, SplitWriter, TokenArrays, file_sha256
+from lra.tasks.beside import shortened
 
 SPLITS = ("train", "val", "test")
 FORMAT_VERSION = 1  # of the cache folder; part of its name
 BUILDER = "builder.txt"  # who is at it, in a cache that is being built
 BUILDER_IDLE_S = 3600.0  # without a write, after which it is not waited for; a download may take so
 TELL_AFTER_S = 1.0  # of waiting; most caches are ready by then
-NAMES_SHOWN = 5  # in a message
 # Errors of pipes, processes and memory, which say nothing of the files.
 NOT_OF_FILES = (
     errno.EPIPE, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ECHILD
@@ -584,8 +584,3 @@ def _refused(error: OSError, folder: Path) -> OSError:
     if error.errno is None:
         reason, remedy = f"{error}: no space is left, perhaps", f"free some space or {remedy}"
     return OSError(f"{folder}: the cache was not written ({reason}); {remedy}")
-
-
-def shortened(names: list[str]) -> str:
-    """The first few of many names, for a message."""
-    return "; ".join(names[:NAMES_SHOWN]) + ("; ..." if names[NAMES_SHOWN:] else "")
