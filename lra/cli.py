@@ -31,7 +31,7 @@ from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_ke
 from lra.files import check_writable
 from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, fail, unread
 from lra.sweep import Outcome, first_line, note_jobs, outcomes, summary
-from lra.tasks.task import available_cores
+from lra.tasks.workers import available_cores
 
 if TYPE_CHECKING:
     from lra.plan import Plan

@@ -22,7 +22,7 @@ from lra.plan import Meaning, Plan, Reference, finished, make_plan, meaning_of
 from lra.results import records
 from lra.results.blocks import curve_block, curve_so_far, data_block, result_block, speed_block
 from lra.results.records import Record, Status
-from lra.tasks.task import Dataset, prepare
+from lra.tasks.cache import Dataset, prepare
 from lra.training import distributed
 from lra.training.checkpoint import seed_everything
 from lra.training.evaluate import is_at_chance

@@ -14,7 +14,7 @@ from lra.plan import Meaning, Plan, changes
 from lra.results.records import Record
 
 if TYPE_CHECKING:
-    from lra.tasks.task import Dataset
+    from lra.tasks.cache import Dataset
     from lra.training.hardware import Hardware
 
 

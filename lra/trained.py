@@ -19,7 +19,7 @@ from lra.config import RunConfig, TrainConfig, fill, nearest
 from lra.console import percent
 from lra.results.statistics import wilson
 from lra.tasks.batches import TokenArrays, eval_batches
-from lra.tasks.task import prepare
+from lra.tasks.cache import prepare
 from lra.training.checkpoint import step_of
 from lra.training.evaluate import evaluate
 from lra.training.hardware import Hardware

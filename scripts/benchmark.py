@@ -69,7 +69,7 @@ from lra.speed.benchmarks import (  # noqa: E402
     summarise,
 )
 from lra.speed.cells import CellFailed, in_own_process  # noqa: E402
-from lra.tasks.task import available_cores  # noqa: E402
+from lra.tasks.workers import available_cores  # noqa: E402
 
 LENGTHS = (1024, 2048, 3072, 4096)
 PACKAGES = {"nystrom_attention": "nystrom-attention", "transformers_nystromformer": "transformers"}

@@ -18,7 +18,7 @@ from lra.build import make_task  # noqa: E402
 from lra.cli import compose_config, run_program, typed  # noqa: E402
 from lra.console import percent  # noqa: E402
 from lra.results import floors
-from lra.tasks.task import prepare  # noqa: E402
+from lra.tasks.cache import prepare  # noqa: E402
 
 
 def main() -> None:

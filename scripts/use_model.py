@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import lra  # noqa: E402
 from lra.script import run_script  # noqa: E402
-from lra.tasks.task import prepare  # noqa: E402
+from lra.tasks.cache import prepare  # noqa: E402
 
 SHOWN = 60  # characters of an input
 

@@ -163,7 +163,7 @@ for package in (models, lra):
         importlib.import_module(info.name)
 from lra.build import make_task
 from lra.cli import compose_config, typed
-from lra.tasks.task import prepare
+from lra.tasks.cache import prepare
 from lra.tasks.text import Text
 folder = pathlib.Path(sys.argv[1])
 for name in ("listops", "text", "retrieval", "image", "pathfinder", "pathx"):

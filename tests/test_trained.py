@@ -20,11 +20,12 @@ from lra.cli import compose_config, typed
 from lra.job import run_job
 from lra.plan import Reference
 from lra.results import records
+from lra.tasks.cache import Dataset, prepare
 from lra.tasks.image import Image
 from lra.tasks.listops import ListOps
 from lra.tasks.pathfinder import Pathfinder
 from lra.tasks.retrieval import Retrieval
-from lra.tasks.task import Dataset, Task, prepare
+from lra.tasks.task import Task
 from lra.tasks.text import Text
 from tests.test_job import SOFTMAX
 from tests.test_job import config as toy_config
@@ -69,7 +70,7 @@ def as_people_have_it(task: Task, data: Dataset, index: int) -> Any:
 def test_predictions_are_those_of_the_runs_own_evaluation(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lra.tasks.task.available_cores", lambda: 1)  # processes would take longer
+    monkeypatch.setattr("lra.tasks.cache.available_cores", lambda: 1)  # processes would take longer
     folder, record, task, data = trained(tmp_path, f"task={name}", "model=luna", *WORDS[name])
     run = lra.load(folder)
     inputs = [as_people_have_it(task, data, i) for i in range(len(data.test))]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lra.config import HardwareConfig, TrainConfig
-from lra.tasks.task import Dataset, Example, Task, prepare
+from lra.tasks.cache import Dataset, prepare
+from lra.tasks.task import Example, Task
 from lra.training.hardware import Hardware
 from lra.training.progress import Progress
 from lra.training.trainer import Result, train

@@ -21,7 +21,8 @@ from lra.config import fill
 from lra.files import write_atomically
 from lra.results.records import pack_correct, unpack_correct
 from lra.tasks.batches import TokenArrays
-from lra.tasks.task import SPLITS, Dataset, Task
+from lra.tasks.cache import Dataset
+from lra.tasks.task import SPLITS, Task
 
 FIRST_TOKEN = {"listops": "outermost operator"}  # what the first token is, in a task's own words
 

@@ -19,6 +19,13 @@ Result = TypeVar("Result")
 JOB_LIMIT_S = 3600.0  # no job takes more than minutes, unless it reads from a disk that hangs
 
 
+def available_cores() -> int:
+    """Processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def map_in_order(
     function: Callable[..., Result], jobs: Iterable[tuple[Any, ...]], num_workers: int
 ) -> Iterator[Result]:

@@ -25,7 +25,7 @@ from torch import nn
 from lra.config import TrainConfig
 from lra.files import append, write_atomically
 from lra.tasks.batches import Batch, TokenArrays, built_ahead, train_batches
-from lra.tasks.task import Dataset
+from lra.tasks.cache import Dataset
 from lra.training import checkpoint, distributed
 from lra.training.evaluate import Metrics, evaluate, is_at_chance
 from lra.training.hardware import Hardware

@@ -13,7 +13,7 @@ import pytest
 from lra.results.floors import Floors, load, load_all, measure, save
 from lra.results.records import load_all as load_records
 from lra.results.records import pack_correct
-from lra.tasks.task import prepare
+from lra.tasks.cache import prepare
 from lra.tasks.text import Text
 from scripts import floors as script
 from tests.toy import Toy, toy_data

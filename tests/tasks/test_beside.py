@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from lra.tasks.cache import prepare
 from lra.tasks.columnar import find_tables
 from lra.tasks.image import Image
 from lra.tasks.listops import FILES, ListOps
 from lra.tasks.pathfinder import Pathfinder, PathX
 from lra.tasks.retrieval import Retrieval
-from lra.tasks.task import SPLITS, Task, prepare
+from lra.tasks.task import SPLITS, Task
 from lra.tasks.text import Text
 from tests.tasks import test_image, test_pathfinder, test_retrieval, test_text
 from tests.tasks.test_listops import write_files

@@ -17,10 +17,10 @@ import torch
 
 import lra.files
 import lra.tasks.batches
-import lra.tasks.task
+import lra.tasks.cache
 from lra.files import append, write_atomically
 from lra.tasks.batches import Batch, TokenArrays, epoch_order, eval_batches, train_batches
-from lra.tasks.task import fingerprint_files, prepare, stratified, verify
+from lra.tasks.cache import fingerprint_files, prepare, stratified, verify
 from tests import programs
 from tests.programs import ROOT
 from tests.toy import SIZES, Toy, toy_data
@@ -165,13 +165,13 @@ def test_a_cache_whose_files_look_changed_is_checked_once(
     data = toy_data(place)
     assert len(data.train) == SIZES["train"]
     assert capsys.readouterr().err == f"checking every byte of {data.folder}, once\n"
-    monkeypatch.setattr(lra.tasks.task, "file_sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(lra.tasks.cache, "file_sha256", lambda _: pytest.fail("read again"))
     assert len(toy_data(place).train) == SIZES["train"]
     assert capsys.readouterr().err == ""
 
 
 def test_a_new_cache_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lra.tasks.task, "file_sha256", lambda _: pytest.fail("read again"))
+    monkeypatch.setattr(lra.tasks.cache, "file_sha256", lambda _: pytest.fail("read again"))
     for _ in range(2):
         assert len(toy_data(tmp_path).train) == SIZES["train"]
 
@@ -238,12 +238,12 @@ def test_a_cache_folder_that_cannot_be_made_is_named_with_its_key(tmp_path: Path
 def test_a_ready_cache_is_opened_where_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import lra.tasks.task
+    import lra.tasks.cache
 
     def refuse(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(lra.tasks.task, "write_atomically", refuse)
+    monkeypatch.setattr(lra.tasks.cache, "write_atomically", refuse)
     source = tmp_path / "source.txt"
     source.write_text("content")
     assert len(fingerprint_files([source], tmp_path / "cache")) == 64
@@ -517,13 +517,13 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(
 def test_who_waits_for_a_builder_says_for_whom_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, _ = lra.tasks.task.cache_folder(toy(tmp_path), tmp_path / "cache")
+    folder, _ = lra.tasks.cache.cache_folder(toy(tmp_path), tmp_path / "cache")
     building = folder.with_name(f".{folder.name}.building")
     building.mkdir(parents=True)
-    (building / lra.tasks.task.BUILDER).write_text("process 7 on node3\n")
-    monkeypatch.setattr(lra.tasks.task, "TELL_AFTER_S", 0.0)
+    (building / lra.tasks.cache.BUILDER).write_text("process 7 on node3\n")
+    monkeypatch.setattr(lra.tasks.cache, "TELL_AFTER_S", 0.0)
     monkeypatch.setattr(lra.files, "LOCK_POLL_S", 0.01)
-    monkeypatch.setattr(lra.tasks.task, "BUILDER_IDLE_S", 0.3)
+    monkeypatch.setattr(lra.tasks.cache, "BUILDER_IDLE_S", 0.3)
     with (
         lra.files.locked(Path(f"{folder}.lock"), "paths.cache"),
         pytest.raises(OSError, match="process 7 on node3 has the lock and has written nothing"),
@@ -537,11 +537,11 @@ def test_who_waits_for_a_builder_says_for_whom_and_not_for_ever(
 def test_a_builder_that_goes_on_writing_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = lra.tasks.task.cache_folder(toy(tmp_path), tmp_path / "cache")
+    folder, _ = lra.tasks.cache.cache_folder(toy(tmp_path), tmp_path / "cache")
     work = folder.with_name(f"{folder.name}.work")
     work.mkdir(parents=True)
     monkeypatch.setattr(lra.files, "LOCK_POLL_S", 0.01)
-    monkeypatch.setattr(lra.tasks.task, "BUILDER_IDLE_S", 0.4)
+    monkeypatch.setattr(lra.tasks.cache, "BUILDER_IDLE_S", 0.4)
     locked = threading.Event()
 
     def build() -> None:

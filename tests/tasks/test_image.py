@@ -20,8 +20,9 @@ import yaml
 from PIL import Image as PillowImage
 
 from lra.tasks.batches import file_sha256
+from lra.tasks.cache import cache_folder, prepare
 from lra.tasks.image import FILES, GREY, NUM_PIXELS, Image, read_batch
-from lra.tasks.task import SPLITS, cache_folder, prepare
+from lra.tasks.task import SPLITS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"

@@ -22,9 +22,10 @@ import numpy as np
 import pytest
 import yaml
 
+from lra.tasks.cache import cache_folder, prepare
 from lra.tasks.listops import ListOps, encode, evaluate, read_tsv
 from lra.tasks.listops_generator import SYMBOLS, Limits, draw_block, generate
-from lra.tasks.task import SPLITS, cache_folder, prepare
+from lra.tasks.task import SPLITS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"
@@ -387,9 +388,9 @@ def test_same_bytes_for_any_number_of_processes(
 
 def test_killed_build_leaves_no_workers_no_lock_and_no_cache(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys, lra.tasks.task, lra.tasks.listops\n"
+        "import pathlib, sys, lra.tasks.cache, lra.tasks.listops\n"
         "task = lra.tasks.listops.ListOps(data_dir=pathlib.Path('x'), num_train=10**7)\n"
-        "lra.tasks.task.prepare(task, pathlib.Path(sys.argv[1]), num_workers=2)\n"
+        "lra.tasks.cache.prepare(task, pathlib.Path(sys.argv[1]), num_workers=2)\n"
     )
     builder = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)],

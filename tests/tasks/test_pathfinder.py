@@ -32,10 +32,11 @@ import yaml
 from PIL import Image
 
 from lra.tasks import pathfinder
+from lra.tasks.cache import Dataset, cache_folder, prepare
 from lra.tasks.pathfinder import LEVELS, Pathfinder, PathX, export
 from lra.tasks.pathfinder_files import TRUTH_COLUMNS, Damaged, index_level, read_picture
 from lra.tasks.pathfinder_generator import generate, params_for
-from lra.tasks.task import SPLITS, Dataset, cache_folder, prepare
+from lra.tasks.task import SPLITS
 from tests import programs
 
 ROOT = Path(__file__).parents[2]
@@ -612,11 +613,11 @@ def test_few_open_files_suffice(tmp_path: Path) -> None:
         os.link(level / "imgs/0/sample_0.png", level / f"imgs/0/sample_{i}.png")
     (level / "metadata/0.npy").write_text("".join(lines))
     code = (
-        "import pathlib, resource, sys, lra.tasks.task, lra.tasks.pathfinder as p\n"
+        "import pathlib, resource, sys, lra.tasks.cache, lra.tasks.pathfinder as p\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "p.PICTURES_PER_JOB = 16\n"
         "task = p.Pathfinder(data_dir=pathlib.Path(sys.argv[1]))\n"
-        "data = lra.tasks.task.prepare(task, pathlib.Path(sys.argv[1], 'cache'), num_workers=4)\n"
+        "data = lra.tasks.cache.prepare(task, pathlib.Path(sys.argv[1], 'cache'), num_workers=4)\n"
         "print(len(data.train), sum(1 for _ in task.examples('train')))\n"
     )
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 64
@@ -775,11 +776,11 @@ def test_a_broken_build_goes_on_where_it_was(
 
 def test_a_killed_build_leaves_finished_blocks_and_no_processes(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys, lra.tasks.task, lra.tasks.pathfinder as p\n"
+        "import pathlib, sys, lra.tasks.cache, lra.tasks.pathfinder as p\n"
         "p.PICTURES_PER_JOB = 32\n"
         "task = p.Pathfinder(data_dir=pathlib.Path('x'), num_train=1600,\n"
         "                    num_val=1, num_test=1)\n"
-        "data = lra.tasks.task.prepare(task, pathlib.Path(sys.argv[1]), num_workers=2)\n"
+        "data = lra.tasks.cache.prepare(task, pathlib.Path(sys.argv[1]), num_workers=2)\n"
         "print(data.fingerprint)\n"
     )
     builder = programs.start("-c", code, tmp_path, cwd=ROOT, new_session=True)

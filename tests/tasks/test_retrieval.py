@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from lra.tasks.batches import file_sha256
+from lra.tasks.cache import cache_folder, prepare
 from lra.tasks.retrieval import FILES, Retrieval, decode_literal, parse_row
-from lra.tasks.task import SPLITS, cache_folder, prepare
+from lra.tasks.task import SPLITS
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT.parent / "shared" / "data"

@@ -16,7 +16,8 @@ import torch
 import yaml
 
 from lra.tasks.batches import file_sha256
-from lra.tasks.task import SPLITS, Dataset, cache_folder, prepare
+from lra.tasks.cache import Dataset, cache_folder, prepare
+from lra.tasks.task import SPLITS
 from lra.tasks.text import Text
 from tests import programs
 
@@ -560,7 +561,7 @@ def test_opening_a_ready_cache_takes_no_memory_for_tokens(tmp_path: Path) -> Non
     program = """
 import resource, sys
 from pathlib import Path
-from lra.tasks.task import prepare
+from lra.tasks.cache import prepare
 from lra.tasks.text import Text
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -58,7 +58,7 @@ def test_an_error_of_a_job_is_told_as_it_is() -> None:
 SPAWNED = """
 import multiprocessing, pathlib, pickle, sys
 from multiprocessing import reduction
-from lra.tasks.task import prepare
+from lra.tasks.cache import prepare
 from lra.tasks import pathfinder
 from lra.tasks.listops import ListOps
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lra.cli import CONFIGS, compose_config, typed
 from lra.config import HardwareConfig
 from lra.tasks.batches import Batch, TokenArrays
-from lra.tasks.task import Dataset
+from lra.tasks.cache import Dataset
 from lra.training import checkpoint
 from lra.training.evaluate import evaluate
 from lra.training.hardware import Hardware
