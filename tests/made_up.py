@@ -174,3 +174,9 @@ def benchmark_values(device: str = "cuda", **fields: Any) -> dict[str, Any]:
               "precision": "float32", "batch_size": 8, "cells": cells,
               "environment": {"torch": "2.13.0"}}  # fmt: skip
     return values | fields
+
+
+def markdown_rows(text: str) -> list[list[str]]:
+    """Cells of every table line, bold and escapes undone."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip().replace("**", "").replace("\\", "") for cell in line] for line in lines]

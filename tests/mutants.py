@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant("lra/job.py", "message, trace = distributed.first_failure(run_dir, message, trace)",
            "pass", "training/test_distributed.py error_in_one_process"),
     Mutant("scripts/make_tables.py", "return 1 if stale or skipped else 0", "return 0",
-           "results/test_leaderboard.py byte_for_byte"),
+           "results/test_make_tables.py byte_for_byte"),
     Mutant("scripts/prepare_data.py", "exit_codes.append(main())", "main()",
            "tasks/test_data.py tells_of_failures"),
     # Numbers to tables.
@@ -193,7 +193,7 @@ MUTANTS = [
     Mutant("lra/results/statistics.py", "all(low > 0 or high < 0", "any(low > 0 or high < 0",
            "results/test_compare.py every_interval"),
     Mutant("lra/results/leaderboard.py", 'if text not in (FAIL, "NA"):', "if text not in (FAIL,):",
-           "results/test_leaderboard.py not_available"),
+           "results/test_papers.py not_available"),
     Mutant("lra/results/leaderboard.py",
            "means[-1] = FAIL_AS", "pass", "results/test_leaderboard.py path_x_as_50"),
     Mutant("lra/results/leaderboard.py",

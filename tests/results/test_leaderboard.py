@@ -1,17 +1,12 @@
-"""Which runs count and which share a cell; tables as Markdown, LaTeX and CSV; papers' tables."""
+"""Which runs count and which share a cell; tables as Markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import io
-import json
 import random
 import re
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,7 @@ import numpy as np
 import pytest
 
 from lra.console import percent
-from lra.results import efficiency, latex, papers, tables
+from lra.results import efficiency, latex, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import (
     FAIL,
@@ -34,38 +29,15 @@ from lra.results.leaderboard import (
     setting_text,
     task_table,
 )
-from lra.results.records import Protocol, Record, load_all, pack_correct, save
-from lra.speed.benchmarks import load_benchmarks, slope
-from tests import programs
-from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
+from lra.results.records import Protocol, Record, pack_correct
+from tests.made_up import make_record, markdown_rows, sixty_records
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("make_tables", ROOT / "scripts" / "make_tables.py")
-assert SPEC and SPEC.loader
-SCRIPT = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(SCRIPT)
-
-
-@pytest.fixture(scope="module")
-def board() -> Board:
-    return build(sixty_records().values())
 
 
 def row(board: Board, model: str, variant: str = "", recipe: str = "nystromformer") -> Row:
     (found,) = [r for r in board.rows if (r.model, r.variant, r.recipe) == (model, variant, recipe)]
     return found
-
-
-def markdown_rows(text: str) -> list[list[str]]:
-    """Cells of every table line, bold and escapes undone."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip().replace("**", "").replace("\\", "") for cell in line] for line in lines]
-
-
-def make_tables(
-    *args: str | Path, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return programs.call("scripts/make_tables.py", *args, env=env)
 
 
 def test_sixty_records_land_where_they_belong(board: Board) -> None:
@@ -423,162 +395,6 @@ def test_csv_holds_raw_numbers(board: Board) -> None:
     assert softmax["pathx_percent"] == FAIL
 
 
-def test_published_rows_stand_apart_with_their_sources(board: Board) -> None:
-    both = build(sixty_records().values(), load_published())
-    assert tables.results_section(both) == tables.results_section(board)
-    published = tables.markdown(both).partition("## Published")[2].partition("## Not")[0]
-    lines = markdown_rows(published)[1:]
-    assert len(lines) == 39
-    assert all(re.search("paper|README|BENCHMARKS", line[-1]) for line in lines)
-    kinds = Counter(r["kind"] for r in csv.DictReader(io.StringIO(tables.csv_text(both))))
-    assert kinds == {"measured": 7, "published": 39}
-    assert "## Published" not in tables.markdown(
-        build([], load_published(), Options(published=False))
-    )
-
-
-@pytest.mark.parametrize(
-    ("task", "value", "message"),
-    [
-        ("listops", "0.5439", r"published.csv:2: accuracy_percent=0.5439: .* a fraction\?"),
-        ("listops", "101", "at most 100"),
-        ("listops", "good", "'good': expected a percentage, FAIL or NA"),
-        ("listop", "36.37", "task='listop'; known: listops"),
-    ],
-)
-def test_a_published_table_of_fractions_or_words_is_refused(
-    tmp_path: Path, task: str, value: str, message: str
-) -> None:
-    path = tmp_path / "published.csv"
-    path.write_text(
-        "model,variant,task,accuracy_percent,setting,source,source_table\n"
-        f"A,,{task},{value},s,s,t\n"
-    )
-    with pytest.raises(ValueError, match=message):
-        load_published(path)
-
-
-def test_a_figure_that_is_not_available_is_an_empty_cell(tmp_path: Path) -> None:
-    path = tmp_path / "published.csv"
-    path.write_text(
-        "model,variant,task,accuracy_percent,setting,source,source_table\n"
-        "A,,listops,36.37,s,s,t\nA,,text,NA,s,s,t\nA,,pathx,FAIL,s,s,t\n"
-    )
-    (row,) = load_published(path)
-    assert row.cells == {"listops": "36.37", "text": "", "pathx": "FAIL"}
-    assert row.average(["listops", "text"]) is None
-
-
-def test_a_fraction_is_printed_as_percent() -> None:
-    assert str(build([make_record(accuracy=0.5439)]).rows[0].cells["listops"]) == "54.39 (1)"
-
-
-@pytest.mark.parametrize("paper", papers.PAPERS, ids=lambda p: p.name)
-def test_paper_tables_cell_for_cell(paper: papers.Paper) -> None:
-    with (ROOT / "results" / "published.csv").open(encoding="utf-8", newline="") as file:
-        rows = [r for r in csv.DictReader(file) if r["source"].startswith(paper.source)]
-    text = papers.paper_markdown(paper, load_published(), [])
-    header, *lines = markdown_rows(text)
-    cells = {(line[0], line[1]): dict(zip(header, line, strict=True)) for line in lines}
-    titles = {**{t: tables.task_title(t) for t in paper.tasks}, "avg": "Avg as printed"}
-    for r in rows:
-        title = titles[r["task"]]
-        if "WITHOUT Retrieval" in r["setting"]:
-            title = "Avg w/o Retrieval as printed"
-        assert cells[r["model"], r["variant"]][title] == r["accuracy_percent"], r
-    assert len(lines) == len({(r["model"], r["variant"]) for r in rows})
-
-
-def test_printed_averages_that_are_wrong_are_noted() -> None:
-    notes = {p.name: papers.errata(p, load_published()) for p in papers.PAPERS}
-    (sinkhorn,) = notes["lra"]
-    assert sinkhorn.startswith(
-        "Sinkhorn Transformer (lra-jax): the average over 5 tasks is printed"
-    )
-    assert "printed as 51.39; its cells give 51.48" in sinkhorn
-    assert ["59.24; its cells give 59.25" in n for n in notes["luna"]] == [True]
-    assert notes["nystromformer"] == []
-
-
-def test_our_rows_stand_under_their_counterparts_with_the_difference() -> None:
-    wide = {"model.projection_length": 128}
-    records = [make_record(t, "luna", s, ACCURACY[t] + s / 100, recipe="luna", overrides=wide)
-               for t in TASKS[:5] for s in range(2)]  # fmt: skip
-    records += [make_record("listops", "softmax", recipe="luna"), make_record("listops", "softmax")]
-    records += [make_record("listops", "fastformer", recipe="luna")]
-    luna = papers.PAPERS[1]
-    lines = papers.paper_table(luna, load_published(), build(records).rows).rows
-    at = next(i for i, line in enumerate(lines) if line[1] == "Luna-128")
-    assert lines[at + 1][:4] == ["luna", "projection_length=128", "measured", "37.50 ± 0.71 (2)"]
-    assert lines[at + 2][2:4] == ["difference", "-0.51"]
-    assert lines[at + 2][9] == f"{59.5 - 61.93:+.2f}" and lines[at + 1][9] == "59.50"
-    at = next(i for i, line in enumerate(lines) if line[1] == "re-implementation in Luna harness")
-    assert lines[at + 1][:4] == ["softmax", "", "measured", "37.00 (1)"]
-    assert lines[at + 2][3] == "-0.11" and lines[at + 2][9] == ""
-    assert lines[-1][:3] == ["fastformer", "", "measured"]
-    assert len(lines) == 15 + 2 + 2 + 1
-
-
-def test_efficiency_tables_say_device_and_leave_uncounted_memory_empty(tmp_path: Path) -> None:
-    folder = tmp_path / "benchmarks"
-    folder.mkdir()
-    (folder / "gpu.json").write_text(json.dumps(benchmark_values()))
-    (folder / "cpu.json").write_text(json.dumps(benchmark_values("cpu")))
-    benchmarks, warnings = load_benchmarks(tmp_path)
-    assert warnings == [] and [b.name for b in benchmarks] == ["cpu", "gpu"]
-    titles = [title for b in benchmarks for title, _ in efficiency.benchmark_tables(b)]
-    assert len(titles) == 4 + 6 and all("Some Device, float32, batch 8" in t for t in titles)
-    speed = efficiency.benchmark_tables(benchmarks[1])[0][1].rows
-    assert speed == [
-        ["luna", "10 (1.00)", "5 (2.00)", "2.5 (4.00)", "1.25", "1.00"],
-        ["softmax", "10 (1.00)", "2.5 (1.00)", "0.625 (1.00)", "out of memory", "2.00"],
-    ]
-    run = efficiency.runs_table(build([make_record()]).rows)
-    line = dict(zip(run.header, run.rows[0], strict=True))
-    assert line["Peak memory, MB"] == "-" and line["Hardware"] == "Some CPU, float32, 4 threads"
-    assert (line["Batch"], line["Max. length"], line["Times softmax"]) == ("32", "2000", "1.053")
-
-
-def test_published_efficiency_keeps_its_sources() -> None:
-    rows = efficiency.load_efficiency(ROOT / "results" / "published_efficiency.csv")
-    assert {r.source.split(" (")[0] for r in rows} == {
-        "LRA paper",
-        "Luna paper",
-        "Nystromformer paper",
-    }
-    text = efficiency.efficiency_markdown(efficiency.published_efficiency_tables(rows), rows)
-    assert "| Transformer | lra-jax | 8.1 | 4.9 | 2.3 | 1.4 |" in text
-    assert "4x4 TPU v3" in text and "likely copy error" in text
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema_version": 2}, "schema_version=2: expected 1"),
-        ({"device": "tpu"}, "device='tpu': not a choice"),
-        ({"threads": "four"}, "threads='four'"),
-        ({"cells": [benchmark_values()["cells"][0]] * 2}, "measured twice"),
-        ({"cells": [benchmark_values()["cells"][0] | {"steps_per_s": None}]}, "steps_per_s=None"),
-        ({"unheard": 1}, "unheard=1: unknown key"),
-    ],
-)
-def test_a_wrong_benchmark_record_is_skipped_by_name(
-    tmp_path: Path, change: dict[str, object], message: str
-) -> None:
-    (tmp_path / "benchmarks").mkdir()
-    (tmp_path / "benchmarks" / "bad.json").write_text(json.dumps(benchmark_values(**change)))
-    benchmarks, warnings = load_benchmarks(tmp_path)
-    assert benchmarks == [] and len(warnings) == 1
-    assert "bad.json" in warnings[0] and message in warnings[0]
-
-
-def test_slope_is_the_growth_exponent() -> None:
-    lengths = [256, 512, 1024, 2048, 4096, 8192]
-    assert slope(lengths, [1e-3 + 1e-8 * n**2 for n in lengths]) == pytest.approx(1.97, abs=0.03)
-    assert slope(lengths, [3.0 * n for n in lengths]) == pytest.approx(1)
-    assert slope(lengths[:2], [1.0, 2.0]) is None
-
-
 def test_names_cannot_break_markdown() -> None:
     evil = "a|b <i>_x_</i> & $100% {c}\\\n[d](e) ~^#"
     board = build([make_record(model=evil)])
@@ -625,189 +441,6 @@ def test_task_table_shows_this_run_beside_the_published_rows() -> None:
     assert "reduced budget, no result of the benchmark" in task_table(
         [reduced], (), "listops", reduced.run_id
     )
-
-
-def test_readme_is_filled_between_its_markers_only() -> None:
-    begin, end = tables.README_MARKERS
-    text = f"# Title\n{begin}\nold\n{end}\nrest\n"
-    assert tables.fill_readme(text, "new\n") == f"# Title\n{begin}\n\nnew\n\n{end}\nrest\n"
-    for broken in ("# Title\n", f"{begin}\n", f"{end}\n{begin}\n", f"{begin}{begin}{end}"):
-        assert tables.fill_readme(broken, "new\n") is None
-
-
-def test_command_builds_checks_and_rebuilds_byte_for_byte(tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    write_sixty(results)
-    assert make_tables("--results", results, "--no-figures", "--check").returncode == 1
-    done = make_tables("--results", results, "--no-figures")
-    assert done.returncode == 0, done.stderr
-    assert "half-written.json" in done.stdout and "2 duplicates ignored" in done.stdout
-    generated = {
-        p: p.read_bytes() for p in results.rglob("*") if p.is_file() and "runs" not in p.parts
-    }
-    assert len(generated) == 3 + 8 + 1
-    assert str(tmp_path).encode() not in b"".join(generated.values())
-    for path in generated:
-        path.unlink()
-    # Another process with another hash seed and time zone gives the same bytes.
-    env = {"PYTHONHASHSEED": "7", "TZ": "Asia/Tokyo"}
-    assert make_tables("--results", results, "--no-figures", env=env).returncode == 0
-    assert all(p.read_bytes() == content for p, content in generated.items())
-
-    # The tables are what the records say, but one of those cannot be read.
-    checked = make_tables("--results", results, "--no-figures", "--check")
-    assert checked.returncode == 1 and "stale" not in checked.stdout
-    assert "bad record: runs" in checked.stdout and "half-written.json" in checked.stdout
-    next(results.rglob("half-written.json")).unlink()
-    assert make_tables("--results", results, "--no-figures").returncode == 0
-    assert make_tables("--results", results, "--no-figures", "--check").returncode == 0
-
-    (results / "leaderboard.csv").write_text("edited by hand\n")
-    (results / "floors").mkdir()
-    (results / "floors" / "text.json").write_text("{")
-    checked = make_tables("--results", results, "--no-figures", "--check")
-    assert checked.returncode == 1 and "stale: " in checked.stdout
-    assert "bad record: floors" in checked.stdout and "text.json: not a JSON" in checked.stdout
-    assert "leaderboard.csv" in checked.stdout and "leaderboard.tex" not in checked.stdout
-    assert (results / "leaderboard.csv").read_text() == "edited by hand\n"
-
-
-@pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where `tables_of` runs as in a checkout: records, tables and README."""
-    monkeypatch.setattr(SCRIPT, "ROOT", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    Path("README.md").write_text("{}\n\n{}\n".format(*tables.README_MARKERS))
-    Path("results").mkdir()
-    for name in ("published.csv", "published_efficiency.csv"):
-        shutil.copy(ROOT / "results" / name, "results")
-    save(make_record("listops", "luna"), Path("results"))
-    save(make_record("text", "softmax", budget="reduced"), Path("results"))
-    assert tables_of(monkeypatch) == 0
-    return tmp_path
-
-
-def tables_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    """scripts/make_tables.py in this process."""
-    monkeypatch.setattr(sys, "argv", ["make_tables.py", "--no-figures", *words])
-    return SCRIPT.main()
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_the_checkouts_own_records_fill_its_readme(checkout: Path) -> None:
-    text = Path("README.md").read_text()
-    assert "### Recipe nystromformer" in text and "| luna |  | 37.00 (1) |" in text
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--task listop", "--task=listop: unknown; did you mean 'listops'"),
-        ("--recipe luuna", "--recipe=luuna: unknown; did you mean 'luna'"),
-        ("--models luna,sofmax", "--models=sofmax: unknown; did you mean 'softmax'"),
-        ("--results result", "--results=result: holds no runs/; expected a results folder"),
-        ("--results results/runs", "--results=results/runs: holds no runs/"),
-    ],
-)
-def test_what_does_not_exist_is_refused_before_anything_is_written(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
-) -> None:
-    before = content(checkout)
-    for place in ([], ["--out", "paper"]):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            tables_of(monkeypatch, *words.split(), *place)
-    assert content(checkout) == before
-
-
-@pytest.mark.parametrize(
-    "words",
-    ["--task listops", "--recipe luna", "--models luna", "--average five", "--min-seeds 2",
-     "--include-reduced", "--no-published", "--no-params"],
-)  # fmt: skip
-def test_a_choice_needs_a_folder_of_its_own(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, words: str
-) -> None:
-    before = content(checkout)
-    for place in ([], ["--out", "results"]):
-        with pytest.raises(ValueError, match=f"{words.split()[0]}: results/ holds .* --out DIR"):
-            tables_of(monkeypatch, *words.split(), *place)
-    assert content(checkout) == before
-    assert tables_of(monkeypatch, *words.split(), "--out", "paper") == 0
-    after = content(checkout)
-    assert before.items() <= after.items()
-    assert {p.parts[len(checkout.parts)] for p in after.keys() - before.keys()} == {"paper"}
-    assert Path("paper/tables/luna.tex").exists()
-
-
-def test_other_records_do_not_enter_the_checkouts_tables(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save(make_record("image", "luna", data="synthetic"), Path("outputs/results"))
-    Path("outputs/README.md").write_text(Path("README.md").read_text())
-    before = content(checkout)
-    with pytest.raises(ValueError, match="--out=results: holds records, so its tables are theirs"):
-        tables_of(monkeypatch, "--results", "outputs/results", "--out", "results")
-    assert content(checkout) == before
-    assert tables_of(monkeypatch, "--results", "outputs/results") == 0
-    assert "none of the records counts (1 synthetic data)" in capsys.readouterr().out
-    assert before.items() <= content(checkout).items()
-    assert "image" in Path("outputs/results/leaderboard.md").read_text()
-
-
-def test_no_record_yet_is_not_a_wrong_folder(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path("fresh/runs").mkdir(parents=True)
-    assert tables_of(monkeypatch, "--results", "fresh") == 0
-    assert "fresh/runs holds no record yet" in capsys.readouterr().out
-    assert "No finished run" in Path("fresh/leaderboard.md").read_text()
-
-
-def test_models_are_chosen_by_our_names_or_the_papers() -> None:
-    records = [make_record(model=m) for m in ("luna", "softmax", "fastformer")]
-    for names in (("softmax", "Luna"), ("transformer", "luna")):
-        board = build(records, load_published(), Options(models=names))
-        assert {r.model for r in board.rows} == {"luna", "softmax"}
-        assert {p.model for p in board.published} == {"Luna", "Transformer"}
-    assert Options(models=("luna",)).shows("luna:projection_length=16")
-
-
-def test_command_works_without_matplotlib(tmp_path: Path) -> None:
-    write_sixty(tmp_path / "results")
-    code = ("import sys, runpy; sys.modules.update(matplotlib=None); "
-            f"sys.argv = ['x', '--results', {str(tmp_path / 'results')!r}]; "
-            "runpy.run_path('scripts/make_tables.py', run_name='__main__')")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "matplotlib is missing; pip install" in done.stdout
-    assert (tmp_path / "results" / "leaderboard.md").exists()
-    assert not (tmp_path / "results" / "figures").exists()
-
-
-def test_command_names_what_is_wrong_with_a_published_file(tmp_path: Path) -> None:
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "published.csv").write_text(
-        "model,variant,task,accuracy_percent,setting,source,source_table\nA,,listops,0.36,s,s,t\n"
-    )
-    done = make_tables("--results", tmp_path)
-    assert (
-        done.returncode == 2 and "published.csv:2" in done.stderr and "Traceback" not in done.stderr
-    )
-
-
-def test_records_of_eight_processes_all_enter(tmp_path: Path) -> None:
-    code = ("import sys; from pathlib import Path; from lra.results.records import save; "
-            "from tests.made_up import make_record; "
-            "save(make_record(seed=int(sys.argv[1])), Path(sys.argv[2]))")  # fmt: skip
-    processes = [programs.start("-c", code, str(seed), tmp_path, cwd=ROOT) for seed in range(8)]
-    assert [p.wait(timeout=60) for p in processes] == [0] * 8
-    records, warnings = load_all(tmp_path)
-    assert warnings == [] and sorted(r.seed for r in records) == list(range(8))
-    assert len(build(records).rows[0].cells["listops"].runs) == 8
 
 
 def test_protocol_of_val_on_test_is_marked() -> None:
