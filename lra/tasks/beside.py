@@ -43,6 +43,16 @@ def unread(own: Iterable[Path], shared: Iterable[Path], pattern: str) -> list[Pa
     return [entry for entry in dict.fromkeys(found) if entry not in outer]
 
 
+def apart(found: Iterable[Path], read: Iterable[Path]) -> list[str]:
+    """Which of `found` neither holds anything that is read nor lies in it; a remark on each."""
+    places = [*read]
+    return [
+        f"{path}: not what is read"
+        for path in found
+        if not any(path.is_relative_to(p) or p.is_relative_to(path) for p in places)
+    ]
+
+
 def similar(folder: Path, read: Iterable[str], pattern: str) -> Iterator[str]:
     """Files of a folder that are called almost like those that are read, copies and backups say."""
     known = set(read)

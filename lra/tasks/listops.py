@@ -28,7 +28,7 @@ import numpy as np
 
 from lra.console import counting
 from lra.tasks.archives import count_line_ends, open_plain
-from lra.tasks.beside import similar, unread
+from lra.tasks.beside import apart, similar, unread
 from lra.tasks.columnar import SUFFIXES, class_of, find_tables, table_rows
 from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.listops_generator import (
@@ -179,11 +179,7 @@ class ListOps(GeneratedTask):
         if files[0].suffix in SUFFIXES and self._folder is not None:
             odd = find_tables(self._folder, SPLITS).left_out
         used = [place for place in self._candidates() if self._names_in(place)]
-        return odd + [
-            f"{path}: not what is read"
-            for path in self._unread(with_root=False)
-            if not any(path.is_relative_to(p) or p.is_relative_to(path) for p in used)
-        ]
+        return odd + apart(self._unread(with_root=False), used)
 
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content.

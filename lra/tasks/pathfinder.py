@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.files import replacing
-from lra.tasks.beside import shortened, unread
+from lra.tasks.beside import apart, shortened, unread
 from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.pathfinder_files import (
     Index,
@@ -166,12 +166,7 @@ class Pathfinder(GeneratedTask):
         if self.kind != "files":
             return []
         found = [path for path in self._unread(with_root=False) if path.name not in LEVELS.values()]
-        used = self._level
-        return self._index.left_out + [
-            f"{path}: not what is read"
-            for path in found
-            if not (path.is_relative_to(used) or used.is_relative_to(path))
-        ]
+        return self._index.left_out + apart(found, [self._level])
 
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content.

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from lra.tasks.archives import is_archive
-from lra.tasks.beside import listing, unread
+from lra.tasks.beside import apart, listing, unread
 from lra.tasks.columnar import TableRow, arrow_rows, find_tables, hub_tables, table_rows
 from lra.tasks.task import SPLITS, Task
 
@@ -134,12 +134,7 @@ class FileTask(Task):
         """What lies beside the place that is read, in the folders that are searched."""
         if self.source in ("hub", "synthetic"):
             return []
-        taken = [place.path for place in self._places()]
-        return [
-            f"{path}: not what is read"
-            for path in self._unread(with_root=False)
-            if not any(path.is_relative_to(p) or p.is_relative_to(path) for p in taken)
-        ]
+        return apart(self._unread(with_root=False), [place.path for place in self._places()])
 
     def synthetic_settings(self) -> dict[str, Any]:
         """What shapes the stand-in."""
