@@ -20,7 +20,7 @@ setup: $(EVERYTHING)  ## make .venv and install everything into it: tests, logge
 
 $(CORE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, this is " + sys.version)'
-	@echo "installing what a run and its tables need into $(VENV): some 30 packages, 1.2 GB with"
+	@echo "installing what a run and its tables need into $(VENV): some 30 packages, 1.1 GB with"
 	@echo "PyTorch for the CPU; where pip takes PyTorch with CUDA, several GB (README, Start)"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) '.[tables]'
@@ -47,7 +47,7 @@ run: $(CORE)  ## the main job: Luna on ListOps with a short budget, ending in a 
 	@echo "                the first real entry: all 5,000 steps, some 25 minutes on two cores"
 
 test: $(EVERYTHING)  ## the fast tests
-	@echo "the fast tests: some 10 minutes on two cores; a line for each file, and at the end why"
+	@echo "the fast tests: some 7 minutes on two cores; a line for each file, and at the end why"
 	@echo "tests were skipped. Those that take minutes each are left out: make test-slow"
 	$(BIN)/python -m pytest
 
