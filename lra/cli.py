@@ -137,6 +137,8 @@ def unknown_key(key: str, given: str, overrides: list[str]) -> str:
     if close is not None and close.rpartition(".")[0] != section:
         return f"{given}: unknown key; did you mean '{close}'?"
     inside = [k.removeprefix(f"{section}.") for k in known if k.startswith(f"{section}.")]
+    if close is not None and inside:
+        return f"{given}: unknown key; did you mean '{close}'? known: {', '.join(inside)}"
     top = sorted({k.split(".")[0] for k in known})
     return f"{given}: unknown key; {nearest(name, inside or top)}"
 

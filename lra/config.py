@@ -31,7 +31,8 @@ MISSING = "???"  # how a config says that a value has yet to be given
 # What other programs call the same; both kinds of names, of keys and of choices.
 SYNONYMS = {
     "cuda": "gpu", "gpus": "num_devices", "epochs": "num_steps", "hidden_size": "d_model",
-    "batchsize": "batch_size", "dataset": "task",
+    "batchsize": "batch_size", "dataset": "task", "imdb": "text", "aan": "retrieval",
+    "cifar": "image", "cifar10": "image", "fp32": "float32", "float16": "fp16", "bfloat16": "bf16",
 }  # fmt: skip
 _NOTHING = (5, 0.0)  # no likeness
 _KEYWORD, _LEFT_OUT = inspect.Parameter.KEYWORD_ONLY, object()  # of keys that a mapping may lack
