@@ -45,6 +45,10 @@ def make_model(config: RunConfig, task: Task, model: Mapping[str, Any] | None = 
     shape = fill(
         Shape, config.shape, "shape", vocab_size=task.vocab_size, max_length=task.max_length
     )
+    if shape.input == "real" and task.picture_size is None:
+        raise ValueError(
+            f"shape.input=real: values of task {task.name} are symbols, not pixels; expected ids"
+        )
     encoder = make_encoder(target, shape, **check(target, knobs, "model", ["shape"]))
     return Classifier(encoder, shape, task.num_classes, task.num_sequences)
 

@@ -35,8 +35,45 @@ SYNONYMS = {
     "cifar": "image", "cifar10": "image", "fp32": "float32", "float16": "fp16", "bfloat16": "bf16",
 }  # fmt: skip
 _NOTHING = (5, 0.0)  # no likeness
+_NOT_LATER = object()
 _KEYWORD, _LEFT_OUT = inspect.Parameter.KEYWORD_ONLY, object()  # of keys that a mapping may lack
-Schedule = Literal["constant", "one_cycle", "inverse_sqrt", "rsqrt", "cosine"]
+Schedule = Literal[
+    "constant", "one_cycle", "inverse_sqrt", "rsqrt", "cosine", "cosine_to_zero", "cosine_early",
+    "linear",
+]  # fmt: skip
+# Keys that came when runs were on record already: they enter a hash, and so the identity of a run,
+# only with another value than the one by which everything is as it was.
+LATER: dict[str, Any] = {
+    "shape.norm_kind": "layer", "shape.norm_momentum": 0.1,
+    "shape.input": "ids", "shape.input_mean": 0.0, "shape.input_std": 1.0,
+    "shape.embedding_dropout": None, "shape.head_activation": "relu", "shape.head_dropout": 0.0,
+    "train.warmup_power": 1.0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Rate and decay of some parameters, where they have their own."""
+
+    lr: float | None = None  # peak of the rate; None: as train.lr
+    weight_decay: float | None = None  # None: as train.weight_decay
+
+    def __post_init__(self) -> None:
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"train.groups: lr={self.lr}: expected a number above 0")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"train.groups: weight_decay={self.weight_decay}: expected at least 0")
+
+
+@dataclass(frozen=True)
+class GroupsConfig:
+    """Groups of parameters; a model names its own, see `GROUPS` in models/s4d.py."""
+
+    state: GroupConfig = GroupConfig()  # state matrix of a state-space model (A, Lambda)
+    input: GroupConfig = GroupConfig()  # its map from the input to the state (B)
+    output: GroupConfig = GroupConfig()  # its map from the state to the output (C)
+    step: GroupConfig = GroupConfig()  # its step sizes (Delta)
+    norm: GroupConfig = GroupConfig()  # norms and biases of the layers, of any model
 
 
 @dataclass(frozen=True)
@@ -51,11 +88,13 @@ class TrainConfig:
     schedule: Schedule = "one_cycle"  # of the rate over steps; formulas in lra/training/optim.py
     betas: tuple[float, float] = (0.9, 0.999)  # of AdamW: decay of both moments
     eps: float = 1e-8  # of AdamW, added to the denominator
-    weight_decay: float = 0.0  # decoupled, on all parameters
+    weight_decay: float = 0.0  # decoupled, on all parameters but those of train.groups
+    groups: GroupsConfig = GroupsConfig()  # parameters with a rate or a decay of their own
     clip_norm: float | None = None  # largest norm of the whole gradient; None: no clipping
     selection: Literal["best_val", "last"] = "best_val"  # whose test accuracy is reported
     length_bucketing: bool = True  # rows of similar length share a batch
     pad_to_max: bool = False  # pad every batch to task.max_length, as older code does
+    warmup_power: float = 1.0  # schedule=linear: the rate rises as that power of the step
     allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
     log_every: int = 10  # steps between lines of metrics.jsonl
     checkpoint_every: int | None = None  # steps; None: at every evaluation, at most once a minute
@@ -66,7 +105,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"train.{name}={value}: expected at least 1")
-        for name in ("lr", "eps", "clip_norm", "time_limit"):
+        for name in ("lr", "eps", "clip_norm", "warmup_power", "time_limit"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"train.{name}={value}: expected a number above 0")
@@ -88,6 +127,9 @@ class TrainConfig:
                 f"{100 * self.num_steps / self.warmup_steps:.1f} % of its peak at most; lower "
                 "warmup_steps, or set train.allow_unreached_peak=true if that is meant"
             )
+
+
+LATER["train.groups"] = dataclasses.asdict(GroupsConfig())
 
 
 @dataclass(frozen=True)
@@ -385,7 +427,12 @@ def load_target(path: Any, key: str) -> type:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Identity of a setting: hash of the resolved config less seed, paths, hardware and logger."""
     kept = {k: v for k, v in config.items() if k not in NO_IDENTITY}
-    kept["train"] = {k: v for k, v in kept["train"].items() if k not in NO_NUMBERS}
+    for section in kept.keys() & {"shape", "train"}:
+        kept[section] = {
+            key: value
+            for key, value in kept[section].items()
+            if key not in NO_NUMBERS and LATER.get(f"{section}.{key}", _NOT_LATER) != value
+        }
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 

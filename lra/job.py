@@ -28,6 +28,7 @@ from lra.training.checkpoint import seed_everything
 from lra.training.evaluate import is_at_chance
 from lra.training.hardware import Hardware
 from lra.training.logger import check_installed, make_logger
+from lra.training.optim import describe_groups
 from lra.training.progress import Progress
 from lra.training.stopping import Interrupted
 from lra.training.trainer import Diverged, Refused, Result, is_out_of_memory, train
@@ -99,7 +100,8 @@ def run_job(
             ending = attempt(plan, model, data, hardware, environment, progress, logger.log)
             record = record_of(
                 plan, overrides, meaning, data, hardware, environment, ending,
-                started_at=started_at, wall_time_s=time.monotonic() - started,
+                groups=describe_groups(model, config.train), started_at=started_at,
+                wall_time_s=time.monotonic() - started,
             )  # fmt: skip
             if is_main:
                 with storing("paths.results"):
@@ -200,6 +202,7 @@ def record_of(
     environment: dict[str, Any],
     ending: Ending,
     *,
+    groups: list[dict[str, Any]],
     started_at: str,
     wall_time_s: float,
 ) -> Record:
@@ -250,6 +253,7 @@ def record_of(
         started_at=started_at,
         finished_at=runs.now(),
         message=ending.message,
+        groups=groups,
     )
 
 

@@ -126,6 +126,8 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
         kind = "partial"
     full = published.train.num_steps * published.train.batch_size if published else 0
     extra = task.protocol
+    if plan.plain["shape"]["input"] == "real":
+        extra["input"] = "real"
     return Protocol(
         data=kind,
         budget="reduced" if train.num_steps * train.batch_size < full else "full",

@@ -10,6 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from models.dropout import Dropout
 from models.encoder import Encoder
 from models.layers import initialise
 from models.shape import Shape
@@ -48,8 +49,9 @@ def weighted_sum(x_BLD: Tensor, weight_BL: Tensor) -> Tensor:
 def pool_tokens(x_BLD: Tensor, mask_BL: Tensor, pooling: str) -> Tensor:
     """One vector for each sequence from its real rows; [B, D], zeros where no row is real.
 
-    `pooling` is mean, max, cls or first (row 0), or padded_mean: the sum of the real rows divided
-    by the padded length, as mlpen/Nystromformer has it; that one depends on the padding.
+    `pooling` is mean, max, cls or first (row 0), last (real row), or padded_mean: the sum of the
+    real rows divided by the padded length, as mlpen/Nystromformer has it; that one depends on the
+    padding.
     """
     if pooling in ("mean", "padded_mean"):
         weight_BL = mask_BL.to(torch.promote_types(x_BLD.dtype, torch.float32))
@@ -59,8 +61,21 @@ def pool_tokens(x_BLD: Tensor, mask_BL: Tensor, pooling: str) -> Tensor:
     if pooling == "max":
         max_BD = x_BLD.masked_fill(~mask_BL[..., None], -torch.inf).amax(dim=1)
         return max_BD.masked_fill(~mask_BL.any(dim=1, keepdim=True), 0.0)
+    if pooling == "last":
+        last_B11 = (mask_BL.sum(dim=1) - 1).clamp(min=0)[:, None, None]
+        last_BD = x_BLD.take_along_dim(last_B11, dim=1).squeeze(1)
+        return last_BD.masked_fill(~mask_BL.any(dim=1, keepdim=True), 0.0)
     assert pooling in ("cls", "first"), pooling
     return x_BLD[:, 0].masked_fill(~mask_BL[:, :1], 0.0)
+
+
+def inner_layers(shape: Shape) -> list[nn.Module]:
+    """What stands behind a hidden map of the head."""
+    activations: dict[str, nn.Module] = {
+        "relu": nn.ReLU(), "gelu": nn.GELU(), "gelu_tanh": nn.GELU(approximate="tanh"),
+    }  # fmt: skip
+    dropout = [Dropout(shape.head_dropout)] if shape.head_dropout else []
+    return [*dropout, activations[shape.head_activation]]
 
 
 class Classifier(nn.Module):
@@ -95,9 +110,9 @@ class Classifier(nn.Module):
         widths = [shape.d_model * (4 if four else num_sequences), *shape.head_hidden]
         layers: list[nn.Module] = []
         for width, next_width in zip(widths[:-1], widths[1:], strict=True):
-            layers += [nn.Linear(width, next_width), nn.ReLU()]
+            layers += [nn.Linear(width, next_width), *inner_layers(shape)]
         self.head = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes, bias=shape.head_bias))
-        initialise(self.head, shape.init)
+        initialise(self.head, "xavier" if shape.init == "mega" else shape.init)
         if self.attention_pool is not None:
             initialise(self.attention_pool, shape.init)
 

@@ -8,6 +8,7 @@ Shapes: B batch, L length, D d_model. `mask` is bool, True = real token.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.dropout import Dropout
 from models.layers import Embedding, FeedForward, initialise
+from models.norm import NoNorm, frozen_statistics, make_norm
 from models.shape import Shape
 
 
@@ -30,19 +32,19 @@ class Block(nn.Module):
     def __init__(self, shape: Shape, mixer: nn.Module) -> None:
         super().__init__()
         self.pre_norm = shape.norm == "pre"
-        self.norm1 = nn.LayerNorm(shape.d_model)
+        self.norm1 = make_norm(shape)
         self.mixer = mixer
         self.dropout = Dropout(shape.dropout)
-        self.norm2 = nn.LayerNorm(shape.d_model)
+        self.norm2 = make_norm(shape)
         self.ffn = FeedForward(shape)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix over positions, then transform each position; [B, L, D]."""
         if self.pre_norm:
-            x_BLD = x_BLD + self.dropout(self.mixer(self.norm1(x_BLD), mask_BL))
-            return x_BLD + self.ffn(self.norm2(x_BLD))
-        x_BLD = self.norm1(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)))
-        return self.norm2(x_BLD + self.ffn(x_BLD))
+            x_BLD = x_BLD + self.dropout(self.mixer(self.norm1(x_BLD, mask_BL), mask_BL))
+            return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL))
+        x_BLD = self.norm1(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
+        return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL)
 
 
 class Encoder(nn.Module):
@@ -65,7 +67,7 @@ class Encoder(nn.Module):
         self.embedding = Embedding(shape)
         num_blocks = 1 if shape.tie_layers else shape.num_layers
         self.blocks = nn.ModuleList(block(shape, mixer()) for _ in range(num_blocks))
-        self.norm = nn.LayerNorm(shape.d_model) if shape.norm == "pre" else nn.Identity()
+        self.norm = make_norm(shape) if shape.norm == "pre" else NoNorm()
         self.checkpoint_layers = False  # in training, recompute each layer instead of keeping it
         initialise(self, shape.init)
 
@@ -77,16 +79,19 @@ class Encoder(nn.Module):
         Raises:
             ValueError: the input is longer than `shape.max_length`.
         """
-        x_BLD = self.embedding(tokens_BL)
         mask_BL = self.output_mask(mask_BL)
+        x_BLD = self.embedding(tokens_BL, mask_BL)
         for block in self.layers():
             x_BLD = self.apply_layer(block, x_BLD, mask_BL)
-        return self.norm(x_BLD)
+        return self.norm(x_BLD, mask_BL)
 
     def apply_layer(self, block: nn.Module, *tensors: Tensor) -> Any:
         """`block(*tensors)`; with `checkpoint_layers` its activations live only in the backward."""
         if self.checkpoint_layers and self.training:
-            return checkpoint(block, *tensors, use_reentrant=False)
+            return checkpoint(
+                block, *tensors, use_reentrant=False,
+                context_fn=lambda: (contextlib.nullcontext(), frozen_statistics(block)),
+            )  # fmt: skip
         return block(*tensors)
 
     def output_mask(self, mask_BL: Tensor) -> Tensor:

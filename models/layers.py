@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.dropout import Dropout, attend_with_dropout, has_fast_path
+from models.norm import NoNorm, make_norm
 from models.shape import Shape
 
 
@@ -110,6 +111,30 @@ class FeedForward(nn.Module):
         return self.dropout(self.down(self.inner_dropout(self.activation(self.up(x_BLD)))))
 
 
+class RealInput(nn.Module):
+    """Pixels as numbers: ids 1 .. 256 are values 0 .. 255, scaled and shifted, in a linear map.
+
+    What the state-space papers and Mega feed to their models. The scale comes from the vocabulary,
+    so that the largest id is 1.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        if shape.vocab_size < 3:
+            raise ValueError(
+                f"shape.input=real: needs at least two values, here {shape.vocab_size - 1}"
+            )
+        self.largest = shape.vocab_size - 2  # as a value, one less than the id
+        self.mean, self.std = shape.input_mean, shape.input_std
+        self.weight = nn.Parameter(torch.empty(shape.d_model))
+        self.bias = nn.Parameter(torch.empty(shape.d_model))
+
+    def forward(self, tokens_BL: Tensor) -> Tensor:
+        """[B, L, D]. At padding stands a number like any other, which the mask hides."""
+        value_BL = (tokens_BL - 1).to(self.weight.dtype) / self.largest
+        return ((value_BL - self.mean) / self.std)[..., None] * self.weight + self.bias
+
+
 class Embedding(nn.Module):
     """Token ids to vectors: [class token, ] token and position, then norm and dropout.
 
@@ -121,7 +146,11 @@ class Embedding(nn.Module):
         super().__init__()
         self.max_length = shape.max_length
         self.scale = math.sqrt(shape.d_model) if shape.embedding_scale else 1.0
-        self.tokens = nn.Embedding(shape.vocab_size, shape.d_model)
+        self.tokens: nn.Module = (
+            RealInput(shape)
+            if shape.input == "real"
+            else nn.Embedding(shape.vocab_size, shape.d_model)
+        )
         self.class_token = (
             nn.Parameter(torch.empty(shape.d_model)) if shape.pooling == "cls" else None
         )
@@ -134,11 +163,12 @@ class Embedding(nn.Module):
             self.register_buffer("positions", table, persistent=False)
         else:
             self.positions = None
-        self.norm = nn.LayerNorm(shape.d_model) if shape.embedding_norm else nn.Identity()
-        self.dropout = Dropout(shape.dropout)
+        self.norm = make_norm(shape) if shape.embedding_norm else NoNorm()
+        own_rate = shape.embedding_dropout
+        self.dropout = Dropout(shape.dropout if own_rate is None else own_rate)
 
-    def forward(self, tokens_BL: Tensor) -> Tensor:
-        """Embed ids; [B, L, D], or [B, L + 1, D] with a class token.
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+        """Embed ids; [B, L, D], or [B, L + 1, D] with a class token. The mask is of these rows.
 
         Raises:
             ValueError: the input is longer than `shape.max_length`.
@@ -157,7 +187,7 @@ class Embedding(nn.Module):
             x_BLD = x_BLD * self.scale
         if self.positions is not None:
             x_BLD = x_BLD + self.positions[: x_BLD.shape[1]]
-        return self.dropout(self.norm(x_BLD))
+        return self.dropout(self.norm(x_BLD, mask_BL))
 
 
 @torch.no_grad()
@@ -167,25 +197,49 @@ def initialise(module: nn.Module, init: str) -> None:
     - torch: linear maps as PyTorch draws them, embedding tables N(0, 0.02^2) (mlpen/Nystromformer);
     - bert: linear maps and embedding tables N(0, 0.02^2), biases 0;
     - lra: token embeddings N(0, 1), Xavier-uniform kernels, biases N(0, 1e-12), class token 0
-      (google-research/long-range-arena).
+      (google-research/long-range-arena);
+    - s4: linear maps as PyTorch draws them, embedding tables N(0, 1) (state-spaces/s4);
+    - flax: LeCun-normal kernels, the table's too, as the map of one-hot rows that it is, biases 0
+      (S5, minimal-LRU);
+    - mega: linear maps N(0, 0.02^2), biases 0, embedding tables N(0, 1 / D), and the classifier
+      is `xavier`: Xavier-uniform kernels, biases 0 (facebookresearch/mega).
 
-    Learned positions are N(0, 0.02^2) in all three.
+    Learned positions are N(0, 0.02^2) in all of them.
     """
     for part in module.modules():
-        if isinstance(part, nn.Linear) and init == "bert":
-            nn.init.normal_(part.weight, std=0.02)
-            if part.bias is not None:
-                nn.init.zeros_(part.bias)
-        elif isinstance(part, nn.Linear) and init == "lra":
-            # Each stacked map has the range of a map of its own.
-            for weight in part.weight.chunk(getattr(part, "parts", 1)):
-                nn.init.xavier_uniform_(weight)
-            if part.bias is not None:
+        if isinstance(part, nn.Linear) and init not in ("torch", "s4"):
+            if init in ("lra", "xavier"):
+                # Each stacked map has the range of a map of its own.
+                for weight in part.weight.chunk(getattr(part, "parts", 1)):
+                    nn.init.xavier_uniform_(weight)
+            elif init == "flax":
+                lecun_normal_(part.weight, part.in_features)
+            else:
+                nn.init.normal_(part.weight, std=0.02)
+            if part.bias is not None and init == "lra":
                 nn.init.normal_(part.bias, std=1e-6)
+            elif part.bias is not None:
+                nn.init.zeros_(part.bias)
+        elif isinstance(part, nn.Embedding) and init == "flax":
+            lecun_normal_(part.weight, part.num_embeddings)
         elif isinstance(part, nn.Embedding):
-            nn.init.normal_(part.weight, std=1.0 if init == "lra" else 0.02)
+            std = {"lra": 1.0, "s4": 1.0, "mega": part.embedding_dim**-0.5}.get(init, 0.02)
+            nn.init.normal_(part.weight, std=std)
+        elif isinstance(part, RealInput) and init in ("flax", "mega"):
+            nn.init.normal_(part.weight)
+            nn.init.normal_(part.bias, std=0.0 if init == "flax" else 0.1)
+        elif isinstance(part, RealInput):  # as PyTorch draws a linear map of one feature
+            nn.init.uniform_(part.weight, -1.0, 1.0)
+            nn.init.uniform_(part.bias, -1.0, 1.0)
         elif isinstance(part, Embedding):
             if isinstance(part.positions, nn.Parameter):
                 nn.init.normal_(part.positions, std=0.02)
             if part.class_token is not None:
                 nn.init.normal_(part.class_token, std=0.0 if init == "lra" else 0.02)
+
+
+def lecun_normal_(weight: Tensor, fan_in: int) -> None:
+    """Normal numbers of variance 1 / fan_in, cut at two standard deviations, as Flax draws them."""
+    # The standard deviation of a standard normal number that is cut there.
+    std = fan_in**-0.5 / 0.87962566103423978
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)

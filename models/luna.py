@@ -12,7 +12,7 @@ S = H * M, G chunks of C positions. `mask` is bool, True = real token or slot in
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from models.dropout import Dropout
 from models.encoder import Encoder
 from models.layers import FeedForward, StackedLinear, attend, check_causal, sinusoidal_table
+from models.norm import NoNorm, make_norm
 from models.shape import Shape
 
 CHUNK_LENGTH = 64  # of the causal form: balances work inside a chunk against that on its sums
@@ -273,6 +274,11 @@ class LunaCausalAttention(nn.Module):
         return self.dropout(score_BHLM.softmax(dim=-1))
 
 
+def of_memory(shape: Shape) -> Shape:
+    """The shape for norms of the memory, whose slots are no tokens to take batch statistics of."""
+    return replace(shape, norm_kind="layer") if shape.norm_kind == "batch" else shape
+
+
 class LunaBlock(nn.Module):
     """One Luna layer: attention for tokens and memory, feed-forward for the tokens only.
 
@@ -283,11 +289,11 @@ class LunaBlock(nn.Module):
         super().__init__()
         self.pre_norm = shape.norm == "pre"
         self.updates_memory = True
-        self.norm1 = nn.LayerNorm(shape.d_model)
-        self.memory_norm: nn.LayerNorm | None = nn.LayerNorm(shape.d_model)
+        self.norm1 = make_norm(shape)
+        self.memory_norm: nn.Module | None = make_norm(of_memory(shape))
         self.mixer = mixer
         self.dropout = Dropout(shape.dropout)
-        self.norm2 = nn.LayerNorm(shape.d_model)
+        self.norm2 = make_norm(shape)
         self.ffn = FeedForward(shape)
 
     def forward(
@@ -297,16 +303,17 @@ class LunaBlock(nn.Module):
         if self.pre_norm:
             assert self.memory_norm is not None
             normed_BMD = self.memory_norm(memory_BMD)
-            y_BLD, packed_BMD = self.mixer(self.norm1(x_BLD), normed_BMD, mask_BL, memory_mask_BM)
+            normed_BLD = self.norm1(x_BLD, mask_BL)
+            y_BLD, packed_BMD = self.mixer(normed_BLD, normed_BMD, mask_BL, memory_mask_BM)
             if self.updates_memory:
                 memory_BMD = memory_BMD + self.dropout(packed_BMD)
             x_BLD = x_BLD + self.dropout(y_BLD)
-            return x_BLD + self.ffn(self.norm2(x_BLD)), memory_BMD
+            return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL)), memory_BMD
         y_BLD, packed_BMD = self.mixer(x_BLD, memory_BMD, mask_BL, memory_mask_BM)
         if self.memory_norm is not None:
             memory_BMD = self.memory_norm(memory_BMD + self.dropout(packed_BMD))
-        x_BLD = self.norm1(x_BLD + self.dropout(y_BLD))
-        return self.norm2(x_BLD + self.ffn(x_BLD)), memory_BMD
+        x_BLD = self.norm1(x_BLD + self.dropout(y_BLD), mask_BL)
+        return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL), memory_BMD
 
     def keep_memory(self) -> None:
         """Hand the memory on as it came; drops what only its update needs."""
@@ -402,9 +409,9 @@ class LunaEncoder(Encoder):
             table = sinusoidal_table(projection_length, shape.d_model, sines_first=True)
         self.register_buffer("memory_positions", table, persistent=False)
         has_norm = shape.embedding_norm
-        self.memory_embedding_norm = nn.LayerNorm(shape.d_model) if has_norm else nn.Identity()
+        self.memory_embedding_norm = make_norm(of_memory(shape)) if has_norm else NoNorm()
         has_norm = shape.norm == "pre" and pool_memory
-        self.memory_norm = nn.LayerNorm(shape.d_model) if has_norm else nn.Identity()
+        self.memory_norm = make_norm(of_memory(shape)) if has_norm else NoNorm()
         # A memory that nobody reads is not updated, so that no parameter goes without gradient.
         last_is_read = pool_memory or (shape.tie_layers and shape.num_layers > 1)
         for i, block in enumerate(self.blocks, start=1):
@@ -427,13 +434,13 @@ class LunaEncoder(Encoder):
         The memory lacks the last layer's update unless `pool_memory`.
         """
         mask_BL = super().output_mask(mask_BL)
-        x_BLD = self.embedding(tokens_BL)
+        x_BLD = self.embedding(tokens_BL, mask_BL)
         x_BLD = x_BLD * mask_BL[..., None].to(x_BLD.dtype)
         memory_mask_BM = self.slots_in_use(mask_BL)
         memory_BMD = self._first_memory(memory_mask_BM)
         for block in self.layers():
             x_BLD, memory_BMD = self.apply_layer(block, x_BLD, memory_BMD, mask_BL, memory_mask_BM)
-        return self.norm(x_BLD), self.memory_norm(memory_BMD)
+        return self.norm(x_BLD, mask_BL), self.memory_norm(memory_BMD)
 
     def output_mask(self, mask_BL: Tensor) -> Tensor:
         """Mask of the rows that `forward` returns: tokens, or the slots in use."""

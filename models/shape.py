@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-Pooling = Literal["mean", "padded_mean", "cls", "first", "max", "attention"]
+Pooling = Literal["mean", "padded_mean", "cls", "first", "last", "max", "attention"]
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,24 @@ class Shape:
     dropout: float = 0.1  # rate, on embeddings and on what each layer adds
     attention_dropout: float = 0.1  # rate, on attention weights
     activation_dropout: float | None = None  # inside the feed-forward; None: as dropout
-    activation: Literal["gelu", "relu"] = "gelu"  # of feed-forward and classifier
-    norm: Literal["pre", "post"] = "pre"  # LayerNorm before or behind each part of a layer
+    activation: Literal["gelu", "relu"] = "gelu"  # of the feed-forward
+    norm: Literal["pre", "post"] = "pre"  # normalise before or behind each part of a layer
+    norm_kind: Literal["layer", "batch", "scale", "rms"] = "layer"  # batch: over real tokens
+    norm_momentum: float = 0.1  # of running statistics, norm_kind=batch: share of the newest batch
     positions: Literal["learned", "sinusoidal", "none"] = "learned"  # added to the tokens
-    embedding_norm: bool = False  # LayerNorm on token + position
+    input: Literal["ids", "real"] = "ids"  # real: a pixel is a number, in a linear map, not an id
+    input_mean: float = 0.0  # input=real: taken from pixels in [0, 1]
+    input_std: float = 1.0  # input=real: then they are divided by it
+    embedding_norm: bool = False  # norm on token + position
+    embedding_dropout: float | None = None  # on embeddings; None: as dropout
     embedding_scale: bool = False  # token embeddings times sqrt(d_model)
     attention_bias: bool = True  # bias in the linear maps of the mixer
     tie_layers: bool = False  # one block applied num_layers times
-    init: Literal["torch", "bert", "lra"] = "torch"  # how first weights are drawn
+    init: Literal["torch", "bert", "lra", "s4", "flax", "mega"] = "torch"  # how weights are drawn
     pooling: Pooling = "mean"  # over real tokens; padded_mean: divided by all
     head_hidden: tuple[int, ...] = (128,)  # widths of the classifier's hidden layers
+    head_activation: Literal["relu", "gelu", "gelu_tanh"] = "relu"  # of these hidden layers
+    head_dropout: float = 0.0  # rate, inside the classifier, before its activations
     head_bias: bool = True  # bias of the classifier's last layer
     pair_features: Literal["four", "concat"] = "four"  # u, v, u*v, u-v or u, v
 
@@ -43,9 +52,17 @@ class Shape:
         for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"shape.{name}={getattr(self, name)}: expected at least 1")
-        for name in ("dropout", "attention_dropout", "activation_dropout"):
+        rates = ("dropout", "attention_dropout", "activation_dropout", "embedding_dropout")
+        for name in (*rates, "head_dropout"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"shape.{name}={getattr(self, name)}: expected 0 <= {name} < 1")
+        if not 0 < self.norm_momentum <= 1:
+            raise ValueError(f"shape.norm_momentum={self.norm_momentum}: expected 0 < share <= 1")
+        if not 0 < self.input_std < math.inf or not math.isfinite(self.input_mean):
+            raise ValueError(
+                f"shape.input_mean={self.input_mean}, shape.input_std={self.input_std}: expected "
+                "numbers, the second above 0"
+            )
         if any(width < 1 for width in self.head_hidden):
             raise ValueError(
                 f"shape.head_hidden={list(self.head_hidden)}: expected widths of at least 1"

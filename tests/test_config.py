@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import pytest
 
@@ -158,4 +158,5 @@ def test_the_nearest_key_of_all_sections(typed: str, meant: str | None) -> None:
 def test_other_names_stand_for_keys_and_choices_that_there_are() -> None:
     choices = {path.stem for path in CONFIGS.glob("*/*.yaml")}
     keys = {key.rpartition(".")[2] for key in flatten(compose_config([]))}
-    assert {*SYNONYMS.values()} <= choices | keys | set(GROUPS)
+    precisions = set(get_args(get_type_hints(HardwareConfig)["precision"]))
+    assert {*SYNONYMS.values()} <= choices | keys | precisions | set(GROUPS)

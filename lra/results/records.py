@@ -115,6 +115,9 @@ class Record:
     started_at: str
     finished_at: str
     message: str = ""  # of a run that did not complete
+    # Groups of parameters with a rate or a decay of their own, as `describe_groups` in
+    # lra/training/optim.py has them; not in the file of a run whose parameters are all one group.
+    groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # Which of the run's records it is; stands in the name of its file, not in the file.
     number: int = dataclasses.field(default=1, init=False, compare=False)
 
@@ -149,6 +152,8 @@ class Record:
         """The file's text; numbers that are not finite become null."""
         values = dataclasses.asdict(self)
         del values["number"]
+        if not self.groups:
+            del values["groups"]
         return json.dumps(_finite(values), indent=1, allow_nan=False) + "\n"
 
 

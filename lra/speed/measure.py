@@ -33,7 +33,7 @@ from lra.tasks.batches import Batch
 from lra.tasks.task import Task
 from lra.training.checkpoint import seed_everything
 from lra.training.hardware import Hardware
-from lra.training.optim import learning_rate, make_optimizer
+from lra.training.optim import make_optimizer, set_rates
 from lra.training.trainer import accumulate, is_out_of_memory
 from models.classifier import Classifier
 
@@ -84,8 +84,7 @@ class Trainer:
     def update(self) -> None:
         """Apply and drop the gradient."""
         self.step += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(min(self.step, self.cfg.num_steps), self.cfg)
+        set_rates(self.optimizer, min(self.step, self.cfg.num_steps), self.cfg)
         if self.cfg.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip_norm)

@@ -29,7 +29,7 @@ from lra.tasks.cache import Dataset
 from lra.training import checkpoint, distributed
 from lra.training.evaluate import Metrics, evaluate, is_at_chance
 from lra.training.hardware import Hardware
-from lra.training.optim import learning_rate, make_optimizer
+from lra.training.optim import learning_rate, make_optimizer, set_rates
 from lra.training.progress import Progress
 from lra.training.stopping import STUCK_S, Interrupted, stop_on_signals
 
@@ -275,9 +275,7 @@ def train(
                     settle()
                 save_and_stop(error, error.cause)
             state.step += 1
-            lr = learning_rate(state.step, cfg)
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            lr = set_rates(optimizer, state.step, cfg)
             loss, hits, fitting = accumulate_as_fits(
                 forward, batch, size, hardware, scaler, optimizer,
                 micro_batch_size=micro_batch_size,
