@@ -82,7 +82,7 @@ def check_causal(shape: Shape, causal: bool) -> None:
     if causal and shape.pooling in ("cls", "first"):
         raise ValueError(
             f"model.causal=true with shape.pooling={shape.pooling}: the first position would see "
-            "only itself; use shape.pooling=mean, max or attention"
+            "only itself; use shape.pooling=last, mean, max or attention"
         )
 
 

@@ -383,10 +383,10 @@ class LunaEncoder(Encoder):
                 "model.pool_memory=true needs model.contextual_memory=true and model.causal=false: "
                 "otherwise the memory holds nothing about the example"
             )
-        if pool_memory and shape.pooling in ("cls", "first"):
+        if pool_memory and shape.pooling in ("cls", "first", "last"):
             raise ValueError(
-                f"model.pool_memory=true with shape.pooling={shape.pooling}: memory slots have no "
-                "first token; use shape.pooling=mean, max or attention"
+                f"model.pool_memory=true with shape.pooling={shape.pooling}: memory slots are not in "
+                "the order of tokens; use shape.pooling=mean, max or attention"
             )
         check_causal(shape, causal)
 

@@ -174,7 +174,7 @@ def test_shapes_and_a_gradient_for_every_parameter(name: str, pooling: Any) -> N
         assert parameter.grad.any(), key
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "max", "attention"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "last", "max", "attention"])
 @pytest.mark.parametrize("name", MODELS)
 def test_neither_neighbours_nor_padding_change_a_row(name: str, pooling: Any) -> None:
     model = build(name, replace(SMALL, pooling=pooling)).eval()
@@ -202,7 +202,7 @@ def test_values_at_padding_never_reach_the_logits(name: str, pooling: Any) -> No
     assert largest_difference(model(tokens_BSL, lengths_BS), before_BC) < 1e-9
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "max", "attention"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "last", "max", "attention"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_id_is_data_black_pixels_too(name: str, pooling: Any) -> None:
     """The smallest id of data is 1, a black pixel: it counts wherever it stands."""
@@ -254,7 +254,7 @@ def test_takes_any_length_up_to_max_length(name: str) -> None:
         model(torch.ones(1, 1, 49, dtype=torch.int64), torch.tensor([[49]]))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "max", "attention"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "first", "last", "max", "attention"])
 @pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("name", MODELS)
 def test_row_of_padding_is_finite_and_disturbs_nobody(name: str, train: bool, pooling: Any) -> None:
@@ -446,6 +446,9 @@ def test_builds_for_the_longest_task(name: str) -> None:
         {"attention_bias": False, "init": "lra"},
         {"tie_layers": True, "init": "bert"},
         {"activation": "relu", "head_hidden": (), "head_bias": False},
+        {"norm_kind": "scale", "head_activation": "gelu"},
+        {"norm_kind": "rms", "norm": "post", "embedding_norm": True},
+        {"input": "real", "input_mean": 0.4, "input_std": 0.3},
     ],
     ids=lambda change: "_".join(change),
 )
@@ -526,6 +529,7 @@ def test_pooling_gives_hand_computed_values() -> None:
         "mean": [2.0, -3.0],
         "padded_mean": [4 / 3, -2.0],
         "max": [3.0, -2.0],
+        "last": [3.0, -2.0],
         "cls": [1.0, -4.0],
         "first": [1.0, -4.0],
     }
@@ -602,6 +606,17 @@ def test_initial_values_follow_their_sources() -> None:
     def std(x: Tensor) -> float:
         return float(x.detach().std())
 
+    for init in ("s4", "flax", "mega"):
+        model = make(init)
+        embedding, block = model.encoder.embedding, model.encoder.blocks[0]
+        scales = {"s4": 1.0, "flax": 300**-0.5, "mega": 1 / 8}
+        assert std(embedding.tokens.weight) == pytest.approx(scales[init], rel=0.05)
+        scales = {"s4": (1 / 3 / 64) ** 0.5, "flax": 1 / 8, "mega": 0.02}
+        assert std(block.ffn.up.weight) == pytest.approx(scales[init], rel=0.05)
+        assert block.ffn.up.bias.any() == (init == "s4")
+        if init == "mega":
+            assert largest(model.head[0].weight) == pytest.approx((6 / 192) ** 0.5, rel=0.01)
+            assert not model.head[0].bias.any()
     for init in ("torch", "bert", "lra"):
         model = make(init)
         embedding, block = model.encoder.embedding, model.encoder.blocks[0]
@@ -646,6 +661,32 @@ def test_inner_dropout_may_differ_from_the_others() -> None:
         ffn.dropout.p = 0.0
         x_BLD = torch.randn(2, 9, SMALL.d_model, dtype=torch.float64)
         assert torch.equal(ffn(x_BLD), ffn(x_BLD)) != changes
+
+
+def test_real_pixels_are_one_linear_map_of_a_scaled_value() -> None:
+    shape = Shape(vocab_size=257, max_length=4, input="real", input_mean=0.5, input_std=0.25,
+                  positions="none")  # fmt: skip
+    for init in ("torch", "s4", "flax", "mega"):
+        torch.manual_seed(0)
+        model = make_encoder(SoftmaxAttention, replace(shape, init=init)).eval()
+        embedding = model.embedding
+        weight_D, bias_D = embedding.tokens.weight, embedding.tokens.bias
+        assert weight_D.std() > 0.4 and bias_D.any() == (init != "flax")
+        x_BLD = embedding(torch.tensor([[1, 256, 129]]), torch.ones(1, 3, dtype=torch.bool))
+        for i, value in enumerate((0.0, 1.0, 128 / 255)):
+            expected_D = (value - 0.5) / 0.25 * weight_D + bias_D
+            torch.testing.assert_close(x_BLD[0, i], expected_D)
+    with pytest.raises(ValueError, match="at least two values"):
+        make_encoder(SoftmaxAttention, replace(shape, vocab_size=2))
+
+
+def test_dropout_of_embeddings_and_of_the_head_have_rates_of_their_own() -> None:
+    for change, part in (({"embedding_dropout": 0.5}, "encoder"), ({"head_dropout": 0.5}, "head")):
+        model = build("softmax", replace(SMALL, **change)).train()
+        rows = batch(30)
+        assert not torch.equal(model(*rows), model(*rows))
+        rates = {name: m.p for name, m in model.named_modules() if getattr(m, "p", 0)}
+        assert set(rates.values()) == {0.5} and all(name.startswith(part) for name in rates)
 
 
 def test_classifier_refuses_four_features_of_three_sequences() -> None:

@@ -7,8 +7,17 @@ import math
 import pytest
 import torch
 
-from lra.config import TrainConfig
-from lra.training.optim import learning_rate, make_optimizer
+from lra.config import GroupConfig, GroupsConfig, TrainConfig
+from lra.training.optim import (
+    describe_groups,
+    learning_rate,
+    make_optimizer,
+    parameter_groups,
+    set_rates,
+)
+from models.classifier import Classifier
+from models.encoder import Encoder
+from models.shape import Shape
 
 
 def config(schedule: str, **changes: object) -> TrainConfig:
@@ -62,6 +71,38 @@ def test_cosine_counts_from_the_end_of_the_warmup() -> None:
     assert learning_rate(36, cfg) == pytest.approx(0.005)  # half of num_steps later
 
 
+@pytest.mark.parametrize("warmup", [0, 10, 49])
+def test_cosine_to_zero_equals_that_of_transformers(warmup: int) -> None:
+    from transformers.optimization import get_cosine_schedule_with_warmup
+
+    cfg = config("cosine_to_zero", warmup_steps=warmup)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=cfg.lr)
+    theirs = get_cosine_schedule_with_warmup(optimizer, warmup, cfg.num_steps)
+    for step in range(1, cfg.num_steps + 1):
+        assert learning_rate(step, cfg) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-15)
+        optimizer.step()
+        theirs.step()
+
+
+def test_cosine_early_counts_the_warmup_and_ends_as_much_before_the_end() -> None:
+    cfg = config("cosine_early")
+    assert learning_rate(5, cfg) == pytest.approx(0.005)
+    assert learning_rate(21, cfg) == pytest.approx(0.005)  # half of 40 steps
+    assert [learning_rate(s, cfg) for s in range(41, 51)] == pytest.approx([0.0] * 10)
+    assert learning_rate(1, config("cosine_early", warmup_steps=0)) == pytest.approx(0.01)
+
+
+def test_linear_rises_as_a_power_and_falls_to_zero() -> None:
+    cfg = config("linear", warmup_power=2.0)
+    assert learning_rate(1, cfg) == pytest.approx(1e-7)
+    assert learning_rate(6, cfg) == pytest.approx(1e-7 + (0.01 - 1e-7) * 0.25)
+    assert learning_rate(6, config("linear")) == pytest.approx(1e-7 + (0.01 - 1e-7) * 0.5)
+    assert learning_rate(11, cfg) == pytest.approx(0.01)
+    assert learning_rate(31, cfg) == pytest.approx(0.005)
+    assert learning_rate(50, cfg) == pytest.approx(0.01 / 40)
+    assert learning_rate(1, config("linear", warmup_steps=0)) == pytest.approx(0.01)
+
+
 def test_constant() -> None:
     assert learning_rate(5, config("constant")) == pytest.approx(0.005)
     assert learning_rate(50, config("constant", warmup_steps=0)) == 0.01
@@ -74,3 +115,69 @@ def test_optimizer_takes_its_settings() -> None:
     ).param_groups[0]
     assert group["betas"] == (0.5, 0.6) and group["eps"] == 1e-5 and group["weight_decay"] == 0.3
     assert len(group["params"]) == 2
+
+
+class Slow(torch.nn.Module):
+    """A mixer with a parameter of a rate of its own."""
+
+    GROUPS = {"log_step": "step"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_step = torch.nn.Parameter(torch.zeros(3))
+        self.map = torch.nn.Linear(2, 2)
+
+    def forward(self, x_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
+        return x_BLD
+
+
+def slow_model() -> Classifier:
+    shape = Shape(vocab_size=5, max_length=9, d_model=4, d_ff=8, num_layers=1)
+    return Classifier(Encoder(shape, Slow), shape, 3)
+
+
+def test_every_parameter_is_in_one_group() -> None:
+    model = slow_model()
+    groups = parameter_groups(model)
+    found = [id(parameter) for group in groups.values() for parameter in group]
+    assert sorted(found) == sorted(map(id, model.parameters()))
+    assert groups["step"] == [model.encoder.blocks[0].mixer.log_step]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert {names[p].removeprefix("encoder.") for p in groups["norm"]} == {
+        "blocks.0.norm1.weight", "blocks.0.norm1.bias", "blocks.0.norm2.weight",
+        "blocks.0.norm2.bias", "blocks.0.mixer.map.bias", "blocks.0.ffn.up.bias",
+        "blocks.0.ffn.down.bias", "norm.weight", "norm.bias",
+    }  # fmt: skip
+
+
+def test_groups_have_rates_and_decays_of_their_own() -> None:
+    model = slow_model()
+    own = GroupsConfig(step=GroupConfig(lr=0.001, weight_decay=0.0), norm=GroupConfig(None, 0.0))
+    cfg = config("cosine_to_zero", weight_decay=0.3, groups=own)
+    optimizer = make_optimizer(model, cfg)
+    for step in (1, 6, 11, 30):
+        rate = set_rates(optimizer, step, cfg)
+        rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+        assert rates["general"] == rates["norm"] == rate == learning_rate(step, cfg)
+        assert rates["step"] == pytest.approx(rate / 10)
+    decays = {group["name"]: group["weight_decay"] for group in optimizer.param_groups}
+    assert decays == {"general": 0.3, "step": 0.0, "norm": 0.0}
+    described = {group["name"]: group for group in describe_groups(model, cfg)}
+    assert described["step"] == {
+        "name": "step", "num_params": 3, "peak_lr": 0.001, "weight_decay": 0.0,
+    }  # fmt: skip
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert sum(group["num_params"] for group in described.values()) == total
+    assert describe_groups(model, config("constant")) == []
+    # A model without such parameters has no such group.
+    assert {g["name"] for g in describe_groups(torch.nn.Linear(2, 2), cfg)} == set()
+
+
+def test_an_optimiser_saved_before_there_were_groups_goes_on() -> None:
+    model, cfg = slow_model(), config("constant")
+    saved = make_optimizer(model, cfg).state_dict()
+    for group in saved["param_groups"]:
+        del group["name"]
+    optimizer = make_optimizer(model, cfg)
+    optimizer.load_state_dict(saved)
+    assert set_rates(optimizer, 5, cfg) == optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
