@@ -385,8 +385,8 @@ class LunaEncoder(Encoder):
             )
         if pool_memory and shape.pooling in ("cls", "first", "last"):
             raise ValueError(
-                f"model.pool_memory=true with shape.pooling={shape.pooling}: memory slots are not in "
-                "the order of tokens; use shape.pooling=mean, max or attention"
+                f"model.pool_memory=true with shape.pooling={shape.pooling}: memory slots are not "
+                "in the order of tokens; use shape.pooling=mean, max or attention"
             )
         check_causal(shape, causal)
 

@@ -64,6 +64,7 @@ class Image(CorpusTask):
     num_classes: ClassVar[int] = 10
     num_values: ClassVar[int] = 256
     class_names: ClassVar[tuple[str, ...]] = tuple(name for (name,) in CLASSES)
+    picture_size: ClassVar[tuple[int, int] | None] = (SIDE, SIDE)
     official_sizes: ClassVar[dict[str, int]] = {"train": 45_000, "val": 5_000, "test": 10_000}
     what: ClassVar[str] = "CIFAR-10 pictures"
     remedy: ClassVar[str] = (
