@@ -38,17 +38,18 @@ def losses(folder: Path) -> list[float]:
     return [r["loss"] for r in rows if r["split"] == "train"]
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    for name, extra in (
-        ("one", []),
-        ("two", TWO),
-        ("micro", [*TWO, "hardware.micro_batch_size=1"]),
-    ):
+@pytest.mark.parametrize("kind", ["layer", "batch"])
+def test_two_processes_equal_one(tmp_path: Path, kind: str) -> None:
+    ways = {"one": [], "two": TWO, "micro": [*TWO, "hardware.micro_batch_size=1"]}
+    if kind == "batch":  # whose statistics processes share, but micro-batches cannot
+        del ways["micro"]
+    for name, extra in ways.items():
         (tmp_path / name).mkdir()
-        code, _, err = call(tmp_path / name, *PLAIN, *extra, fork=True)
+        words = [*PLAIN, f"shape.norm_kind={kind}", *extra]
+        code, _, err = call(tmp_path / name, *words, fork=True)
         assert code == 0, err
     one, record = losses(tmp_path / "one"), read_record(tmp_path / "one")
-    for name in ("two", "micro"):
+    for name in list(ways)[1:]:
         assert losses(tmp_path / name) == pytest.approx(one, rel=1e-5)
         other = read_record(tmp_path / name)
         assert other.result and record.result
