@@ -26,6 +26,9 @@ PEERS = {  # what `--peer` adds
 }
 REFERENCES = {  # what `--check` also needs
     "textbook_nystromformer": "lra.speed.peers.TextbookNystrom",
+    "textbook_s4d": "lra.speed.peers.TextbookS4D",
+    "textbook_scan": "lra.speed.peers.TextbookScan",
+    "textbook_mega": "lra.speed.peers.TextbookMega",
     "no_mixer": "lra.speed.peers.NoMixer",
 }
 
@@ -109,6 +112,142 @@ class TextbookNystrom(nn.Module):
             z_BHMM = 0.25 * z_BHMM @ (13 * identity_MM - y_BHMM @ inner_BHMM)
         y_BHLK = left_BHLM @ z_BHMM @ (right_BHML @ v_BHLK) + self.conv(v_BHLK)
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)")[:, :length])
+
+
+class TextbookS4D(nn.Module):
+    """S4D's stand-alone layer as its formulas stand: every power of every state, one long FFT.
+
+    Source: Gu et al. 2022, https://arxiv.org/abs/2206.11893, equations 3 and 8; zero-order hold,
+    initialisation lin, one direction, features before positions.
+    """
+
+    def __init__(self, shape: Shape, *, state_size: int = 64) -> None:
+        super().__init__()
+        width, half = shape.d_model, state_size // 2
+        self.log_dt = nn.Parameter(torch.empty(width).uniform_(math.log(0.001), math.log(0.1)))
+        self.log_a_real = nn.Parameter(torch.full((width, half), math.log(0.5)))
+        self.a_imag = nn.Parameter(math.pi * torch.arange(half).repeat(width, 1))
+        self.c = nn.Parameter(torch.randn(width, half, 2) * 0.5**0.5)
+        self.skip = nn.Parameter(torch.randn(width))
+        self.dropout = nn.Dropout(shape.dropout)
+        self.out = nn.Conv1d(width, 2 * width, 1)
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        length = x_BLD.shape[1]
+        a_DN = torch.complex(-self.log_a_real.exp(), self.a_imag)
+        step_DN = a_DN * self.log_dt.exp()[:, None]
+        powers_DNL = (step_DN[..., None] * torch.arange(length, device=x_BLD.device)).exp()
+        weight_DN = torch.view_as_complex(self.c) * (step_DN.exp() - 1) / a_DN
+        kernel_DL = 2 * torch.einsum("dn,dnl->dl", weight_DN, powers_DNL).real
+        u_BDL = x_BLD.mT
+        spectrum = torch.fft.rfft(u_BDL, n=2 * length) * torch.fft.rfft(kernel_DL, n=2 * length)
+        y_BDL = torch.fft.irfft(spectrum, n=2 * length)[..., :length]
+        y_BDL = self.dropout(F.gelu(y_BDL + u_BDL * self.skip[:, None]))
+        return F.glu(self.out(y_BDL), dim=1).mT
+
+
+class TextbookScan(nn.Module):
+    """A diagonal recurrence as a parallel scan: log2 L passes over complex states, then a gate.
+
+    What LRU and S5 are in JAX, in PyTorch's operations; one direction and N complex states.
+    Source: Orvieto et al. 2023, https://arxiv.org/abs/2303.06349, appendix A; the scan is Hillis
+    and Steele's.
+    """
+
+    def __init__(self, shape: Shape, *, state_size: int = 32) -> None:
+        super().__init__()
+        width, n = shape.d_model, state_size
+        self.nu_log = nn.Parameter(torch.empty(n).uniform_(0.01, 0.99).log().mul(-0.5).log())
+        self.theta_log = nn.Parameter(torch.empty(n).uniform_(0.01, 6.28).log())
+        self.b = nn.Parameter(torch.randn(n, width, 2) * (2 * width) ** -0.5)
+        self.c = nn.Parameter(torch.randn(width, n, 2) * n**-0.5)
+        self.skip = nn.Parameter(torch.randn(width))
+        self.dropout = nn.Dropout(shape.dropout)
+        self.out = nn.Linear(width, 2 * width)
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        decay_N = torch.complex(-self.nu_log.exp(), self.theta_log.exp()).exp()
+        h_BLN = x_BLD.to(decay_N.dtype) @ torch.view_as_complex(self.b).mT
+        distance = 1
+        while distance < x_BLD.shape[1]:
+            earlier_BLN = F.pad(h_BLN[:, :-distance], (0, 0, distance, 0))
+            h_BLN, decay_N, distance = h_BLN + decay_N * earlier_BLN, decay_N**2, 2 * distance
+        y_BLD = (h_BLN @ torch.view_as_complex(self.c).mT).real + self.skip * x_BLD
+        return F.glu(self.out(self.dropout(F.gelu(y_BLD, approximate="tanh"))))
+
+
+class TextbookMega(nn.Module):
+    """Mega's gated attention as its formulas stand: every power of the average, formed weights.
+
+    Source: Ma et al. 2023, https://arxiv.org/abs/2209.10655, equations 3 to 16; softmax within
+    chunks, two directions, simple position bias.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        z_size: int = 32,
+        v_size: int = 64,
+        ema_size: int = 4,
+        chunk_size: int = 128,
+    ) -> None:
+        super().__init__()
+        width = shape.d_model
+        self.widths = [width, z_size, v_size, width]
+        self.chunk_size = chunk_size
+        self.delta, self.alpha, self.beta, self.gamma = (
+            nn.Parameter(torch.randn(2 * width, ema_size) * std) for std in (0.2, 0.2, 1.0, 1.0)
+        )
+        self.omega = nn.Parameter(torch.randn(width))
+        self.value = nn.Linear(width, v_size)
+        self.base = nn.Linear(width, sum(self.widths))
+        self.hidden = nn.Linear(v_size, width)
+        self.scales = nn.Parameter(torch.randn(2, z_size) * 0.02)
+        self.shifts = nn.Parameter(torch.zeros(2, z_size))
+        self.distance_bias = nn.Parameter(torch.randn(2 * chunk_size - 1) * 0.02)
+        self.dropout = nn.Dropout(shape.dropout)
+        self.attention_dropout = nn.Dropout(shape.attention_dropout)
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]. The length must be a multiple of the chunk."""
+        v_BLV = F.silu(self.value(x_BLD))
+        u_BLD, z_BLZ, r_BLV, h_BLD = self.base(self.average(x_BLD)).split(self.widths, dim=-1)
+        z_BLZ, gate_BLV = F.silu(z_BLZ), F.silu(r_BLV)
+        q, k, v = (
+            rearrange(part, "b (g c) k -> b g c k", c=self.chunk_size)
+            for part in (
+                z_BLZ * self.scales[0] + self.shifts[0],
+                z_BLZ * self.scales[1] + self.shifts[1],
+                v_BLV,
+            )
+        )
+        place_C = torch.arange(self.chunk_size, device=x_BLD.device)
+        bias_CC = self.distance_bias[self.chunk_size - 1 + place_C - place_C[:, None]]
+        score_BGCC = q @ k.mT / math.sqrt(q.shape[-1]) + bias_CC
+        mask_BGC = rearrange(mask_BL, "b (g c) -> b g c", c=self.chunk_size)
+        weight_BGCC = score_BGCC.masked_fill(~mask_BGC[:, :, None], -torch.inf).softmax(dim=-1)
+        read_BLV = rearrange(self.attention_dropout(weight_BGCC) @ v, "b g c k -> b (g c) k")
+        update_BLD = self.dropout(F.silu(h_BLD + self.hidden(gate_BLV * read_BLV)))
+        return torch.sigmoid(u_BLD) * (update_BLD - x_BLD)
+
+    def average(self, x_BLD: Tensor) -> Tensor:
+        """The moving average in both directions, with its skip and activation; [B, L, D]."""
+        length = x_BLD.shape[1]
+        share_DN = torch.sigmoid(self.delta)
+        stay_DN = 1 - share_DN * torch.sigmoid(self.alpha)
+        powers_DNL = (stay_DN.log()[..., None] * torch.arange(length, device=x_BLD.device)).exp()
+        weight_DN = share_DN * self.beta * self.gamma / math.sqrt(share_DN.shape[1])
+        kernel_DL = torch.einsum("dn,dnl->dl", weight_DN, powers_DNL)
+        back_DL, ahead_DL = kernel_DL.chunk(2)
+        # What looks ahead lies reversed, from `length - 1` positions before the present on.
+        both_DL = F.pad(back_DL, (length - 1, 0)) + F.pad(ahead_DL.flip(-1), (0, length - 1))
+        x_BDL, n = x_BLD.mT, 3 * length
+        spectrum = torch.fft.rfft(x_BDL, n=n) * torch.fft.rfft(both_DL, n=n)
+        y_BDL = torch.fft.irfft(spectrum, n=n)[..., length - 1 : 2 * length - 1]
+        return self.dropout(F.silu(y_BDL.mT + self.omega * x_BLD))
 
 
 class NoMixer(nn.Module):
