@@ -73,7 +73,7 @@ tables-check: $(CORE)  ## fail if a table, figure or page is not what the record
 	$(BIN)/python scripts/make_tables.py --check
 
 sweep: $(CORE)  ## all models, three seeds, resumable; TASK=listops HARDWARE=cpu unless given
-	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer task=$(TASK) \
+	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer,s4d,lru,s5,mega task=$(TASK) \
 		hardware=$(HARDWARE) seed=0,1,2
 
 bench: $(CORE)  ## speed and memory by length, all models, into results/benchmarks/
