@@ -44,6 +44,12 @@ def header(plan: Plan, meaning: Meaning, data: Dataset, hardware: Hardware, reco
         f"{meaning.protocol.budget})",
         f"output   {plan.run_dir}, record to {record}",
     ]
+    size = config.hardware.micro_batch_size
+    if plan.plain["shape"]["norm_kind"] == "batch" and size and size < train.batch_size:
+        lines.append(
+            f"warning: hardware.micro_batch_size={size}: batch norm takes its statistics of each "
+            "part of a batch alone, so the result is not that of the whole batch"
+        )
     return "\n".join(lines)
 
 

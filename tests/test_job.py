@@ -82,6 +82,36 @@ def test_a_completed_run_and_its_files(tmp_path: Path) -> None:
     assert record.protocol.budget == "full" and record.protocol.data == "generated"
 
 
+def test_groups_of_parameters_stand_in_the_record_if_there_are_several(tmp_path: Path) -> None:
+    record = run(tmp_path, train={"groups": {"norm": {"lr": 0.5, "weight_decay": None}}})
+    found = {group["name"]: (group["peak_lr"], group["weight_decay"]) for group in record.groups}
+    assert found == {"general": (0.01, 0.0), "norm": (0.5, 0.0)}
+    assert sum(group["num_params"] for group in record.groups) == record.num_params
+    (path,) = (tmp_path / "results/runs/toy/softmax").glob("*.json")
+    assert records.load(path) == record
+    assert run(tmp_path / "plain").groups == [] and record.config_hash != run(tmp_path).config_hash
+    assert "groups" not in json.loads(next((tmp_path / "plain").rglob("toy-*.json")).read_text())
+
+
+def test_real_input_is_for_pixels_and_stands_in_the_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="shape.input=real: values of task toy are symbols"):
+        run(tmp_path, shape={"input": "real"})
+    monkeypatch.setattr(Toy, "picture_size", (3, 4))
+    assert run(tmp_path, shape={"input": "real"}).protocol.options == {"input": "real"}
+    assert run(tmp_path / "ids").protocol.options == {}
+
+
+def test_batch_norm_in_parts_of_a_batch_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, size, warns in (("batch", 2, True), ("batch", 8, False), ("layer", 2, False)):
+        changes = {"shape": {"norm_kind": kind}, "hardware": {"micro_batch_size": size}}
+        run(tmp_path / f"{kind}{size}", **changes)
+        assert ("batch norm takes its statistics" in capsys.readouterr().out) == warns
+
+
 @pytest.mark.parametrize(
     "error, status, code",
     [
