@@ -92,7 +92,8 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         f"not apples to apples: {'; '.join(why_not)}" if why_not else "apples to apples",
         "",
         f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
-        "FLOPs: of the matrix products of a forward pass; training takes about three times as many",
+        "FLOPs: of matrix products and Fourier transforms in a forward pass; training takes about "
+        "three times as many",
         "activations: what training keeps for the backward pass, parameters left out",
         *cost.cost_table(found, lengths, task.num_sequences),
         *cost.run_cost(found, config.train, task.max_length, task.num_sequences),

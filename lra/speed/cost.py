@@ -29,6 +29,7 @@ FITTED = (512, 768, 1024)  # long enough to use all landmarks or memory slots of
 CHECKED = 2048
 SCALES = (1, 2, 4)  # of both, tried in turn
 TOLERANCE = 0.01  # of the check
+QUICK_FLOPS, QUICK_BYTES = 2e11, 4e9  # of one example, which a laptop runs in seconds
 # Float32 peaks by the makers' data sheets, in FLOP/s; recipes train in float32.
 CARDS = {"A100": 19.5e12, "H100 SXM": 67e12, "RTX 4090": 82.6e12, "RTX 3060": 12.7e12}
 UTILISATION = (0.4, 0.1)  # of the peak, at best and at worst; assumed, as are the next
@@ -73,14 +74,16 @@ class Cost:
 def count(model: Classifier, length: int, hardware: Hardware) -> Cost:
     """Run one example of `length` tokens a sequence and count.
 
-    Operations are those of matrix products, a multiplication and an addition each; attention is
-    computed without fused kernels for it, since these hide their products. Activations are all
+    Operations are those of matrix products, a multiplication and an addition each, and of Fourier
+    transforms; attention is computed without fused kernels for it, since these hide their products.
+    Activations are all
     tensors that autograd keeps in training, parameters and tables left out, with the kernels and
     the precision that `hardware` trains with.
     """
     rows = _rows(model, length, hardware.device)
     model.eval()
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False, custom_mapping=transform_flops())
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
         model(*rows)
 
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -95,6 +98,24 @@ def count(model: Classifier, length: int, hardware: Hardware) -> Cost:
     with hardware.autocast(), saved_tensors_hooks(keep, lambda x: x):
         model(*rows)
     return Cost(counter.get_total_flops(), sum(x.untyped_storage().nbytes() for x in kept.values()))
+
+
+def transform_flops() -> dict[Any, Callable[..., int]]:
+    """How many operations a Fourier transform takes, by PyTorch's operator for it.
+
+    By the usual count, 5 n log2 n for n complex numbers, and half of that where one side is real.
+    """
+
+    def whole(shape: Any, dims: Any, *_: Any, out_shape: Any, **__: Any) -> int:
+        # The longer of both sides has as many numbers as the transform is long.
+        longest = out_shape if math.prod(out_shape) >= math.prod(shape) else shape
+        return round(5 * math.prod(longest) * sum(math.log2(max(2, longest[d])) for d in dims))
+
+    def half(*args: Any, **kwargs: Any) -> int:
+        return whole(*args, **kwargs) // 2
+
+    aten = torch.ops.aten
+    return {aten._fft_c2c: whole, aten._fft_r2c: half, aten._fft_c2r: half}
 
 
 def _rows(model: Classifier, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -167,7 +188,8 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
     """Costs at `lengths` of the model that `make` builds for a longest input.
 
     Where the formulas do not hold, as for a model with more landmarks than the shortest length has
-    tokens, longer ones are tried. If those do not help, lengths beyond them are left out.
+    tokens, longer ones are tried. If those do not help, lengths beyond them are counted as well, as
+    far as that surely takes seconds, and left out beyond.
     """
     for scale in SCALES:
         fitted, checked_at = [n * scale for n in FITTED], CHECKED * scale
@@ -181,9 +203,17 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
             break
     by_length = {}
     for n in sorted(set(lengths)):
-        if n <= checked_at or found.hold:
+        if n not in counted and not found.hold and is_quick(n, max(counted), counted[max(counted)]):
+            counted[n] = count(make(n).to(hardware.device), n, hardware)
+        if n in counted or found.hold:
             by_length[n] = counted.get(n) or Cost(flops(n), activations(n))
     return replace(found, by_length=by_length)
+
+
+def is_quick(length: int, known: int, cost: Cost) -> bool:
+    """Whether a run of `length` takes seconds, even if costs grow as the square from `known` on."""
+    growth = (length / known) ** 2
+    return growth * cost.flops <= QUICK_FLOPS and growth * cost.activation_bytes <= QUICK_BYTES
 
 
 def stage_shapes(model: Classifier, length: int) -> list[tuple[str, list[list[int]]]]:
@@ -236,13 +266,14 @@ def cost_table(found: Costs, lengths: Iterable[int], num_sequences: int) -> list
         rows.append((
             f"{length:,}", f"{cost.flops:,}", f"{cost.flops / tokens:,.0f}",
             f"{cost.activation_bytes / 2**20:,.1f} MiB", f"{cost.activation_bytes / tokens:,.0f} B",
-            "a run" if length <= found.checked_at else "formula",
+            "a run" if length <= found.checked_at or not found.hold else "formula",
         ))  # fmt: skip
     if not found.hold:
+        left_out = f"; beyond {max(found.by_length):,} tokens they are left out"
         return [
             *_columns(rows),
-            f"longer ones are left out: up to {found.checked_at:,} tokens the costs follow no "
-            "polynomial of degree two",
+            "the costs follow no polynomial of degree two in the length"
+            + (left_out if set(lengths) - found.by_length.keys() else ""),
         ]
     off_flops, off_activations = found.deviations
     longest = max(found.checked_at, *found.by_length)

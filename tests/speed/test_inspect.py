@@ -218,7 +218,28 @@ def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
     found = cost.costs(make, [1024, 100_000], CPU)
     assert not found.hold and list(found.by_length) == [1024]
     assert not cost.run_cost(found, typed(compose_config([])).train, 2000, num_sequences=1)
-    assert "longer ones are left out" in "\n".join(cost.cost_table(found, [1024], 1))
+    text = "\n".join(cost.cost_table(found, [1024, 100_000], 1))
+    assert "beyond 1,024 tokens they are left out" in text
+    # Unless a run of them is quick.
+    assert list(cost.costs(make, [1024, 16_384], CPU).by_length) == [1024, 16_384]
+
+
+def test_fourier_transforms_count_by_their_length() -> None:
+    class Transforms(nn.Module):
+        """There and back for each feature."""
+
+        def __init__(self, shape: Shape) -> None:
+            super().__init__()
+
+        def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+            spectrum = torch.fft.rfft(x_BLD, n=2 * x_BLD.shape[1], dim=1)
+            return torch.fft.irfft(spectrum, n=2 * x_BLD.shape[1], dim=1)[:, : x_BLD.shape[1]]
+
+    shape = Shape(vocab_size=9, max_length=64, d_model=4, d_ff=4, num_layers=1, head_hidden=())
+    model = Classifier(Encoder(shape, lambda: Transforms(shape)), shape, 2)
+    transforms = 2 * 4 * 2.5 * 128 * 7  # there and back, features, n log2 n of 128
+    maps, pooling, head = 2 * 2 * 64 * 4 * 4, 2 * 64 * 4, 2 * 4 * 2
+    assert cost.count(model, 64, CPU).flops == transforms + maps + pooling + head
 
 
 def test_a_whole_run_is_counted_at_its_longest_input() -> None:
@@ -302,7 +323,7 @@ def test_the_report_of_a_changed_pair_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "expected"),
     [
-        ("model.tie_kvv=true", ["model.tie_kvv=true: unknown key", "did you mean 'tie_kv'"]),
+        ("model.tie_kvv=true", ["model.tie_kvv=true: unknown key", "did you mean 'model.tie_kv'"]),
         ("model=lunna", ["model=lunna", "did you mean 'luna'"]),
         ("--lengths=1k", ["--lengths=1k", "expected"]),
         ("--lengths=0", ["--lengths=0", "expected"]),
