@@ -178,5 +178,5 @@ def benchmark_values(device: str = "cuda", **fields: Any) -> dict[str, Any]:
 
 def markdown_rows(text: str) -> list[list[str]]:
     """Cells of every table line, bold and escapes undone."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip().replace("**", "").replace("\\", "") for cell in line] for line in lines]

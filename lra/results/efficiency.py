@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lra.results.leaderboard import Row, task_title, tasks_with_own
+from lra.results.leaderboard import REAL, Row, task_title, tasks_with_own
 from lra.results.statistics import mean_std
 from lra.results.tables import GENERATED, Table, escape_markdown
 from lra.speed.benchmarks import BASELINE, Benchmark, BenchmarkCell, slope
@@ -217,10 +217,11 @@ def runs_table(rows: Sequence[Row]) -> Table:
     for row in rows:
         for task, cell in row.cells.items():
             run = cell.runs[0]
+            variant = ", ".join([row.variant] * bool(row.variant) + [REAL] * (run.inputs == "real"))
             ratio = f"{run.num_params / run.baseline_params:.3f}" if run.baseline_params else ""
             hardware = {r.device_text for r in cell.runs}
             lines.append([
-                task_title(task), row.model, row.recipe, row.variant, f"{run.num_params:,}", ratio,
+                task_title(task), row.model, row.recipe, variant, f"{run.num_params:,}", ratio,
                 _mean([r.speed.get("steps_per_s") for r in cell.runs]),
                 _mean([r.speed.get("tokens_per_s") for r in cell.runs]),
                 _mean([_mb(r.peak_memory_bytes) for r in cell.runs]),

@@ -15,6 +15,7 @@ from lra.results.leaderboard import (
     FAIL,
     FAIL_AS,
     MARKS,
+    REAL,
     Board,
     Cell,
     Published,
@@ -23,14 +24,12 @@ from lra.results.leaderboard import (
 )
 from lra.results.papers import (
     Paper,
+    averages_note,
     difference,
-    mean_over,
-    misprint,
-    printed_averages,
     stands,
     theirs,
 )
-from lra.results.tables import BOLD, floor_notes, footnotes, measured_table
+from lra.results.tables import BOLD, floor_notes, footnotes, measured_table, misprint
 from lra.results.typeset import Column, Float, Pair, document, escape, superscript
 from lra.speed.benchmarks import Benchmark
 
@@ -39,7 +38,7 @@ SHORT = 14  # letters of a published variant that stands beside its model; a lon
 SHORT_TITLES = {"retrieval": "Retr.", "pathfinder": "Pathf."}
 # A record's reason against a comparison that has numbers of its own for each task.
 MORE_PARAMETERS = re.compile(r"[\d,]+ parameters, \+([\d.]+) % over softmax")
-AVERAGE_TITLES = {"avg": "Avg", "avg4": "w/o Retr."}
+AVERAGE_TITLES = {"five": "Avg", "six": "Avg", "without retrieval": "w/o Retr."}
 MODES = {"train": "Training", "inference": "Inference"}
 RUN_COLUMNS = {"Params": "Params", "Steps/s": "Steps/s", "Peak memory, MB": "Memory, MB",
                "Train hours": "Hours"}  # fmt: skip
@@ -116,17 +115,17 @@ def paper_file(paper: Paper, board: Board) -> str:
 
 def _paper_float(paper: Paper, board: Board) -> Float | None:
     tasks = [t for t in paper.tasks if t in board.options.tasks]
-    averages = printed_averages(paper) if "five" in board.options.averages else {}
+    averages = paper.averages if paper.averages[0] in board.options.averages else ()
     published = theirs(paper, board.published)
     rows = [row for row in board.rows if row.recipe == paper.recipe]
     left, (legend, counted) = list(rows), _deviations(rows, tasks)
     numbered: dict[str, str] = {}  # text of a note to its number
 
-    def note(text: str) -> str:
-        return superscript([numbered.setdefault(escape(text), str(len(numbered) + 1))])
+    def note(*texts: str) -> str:
+        return superscript(numbered.setdefault(escape(t), str(len(numbered) + 1)) for t in texts)
 
     def ours(row: Row, name: str) -> list[Pair]:
-        means = [percent(mean_over(row, of)) for of in averages.values()]
+        means = [percent(row.average(paper.kind(of, row))) for of in averages]
         cells = [_measured(row.cells.get(t), counted) for t in tasks]
         return [(name, ""), *cells, *((text, "") for text in means)]
 
@@ -134,19 +133,21 @@ def _paper_float(paper: Paper, board: Board) -> Float | None:
     for p in published:
         line = [(_published_name(paper, p, published, note), "")]
         line += [(p.cells.get(t, ""), "") for t in tasks]
-        for key, of in averages.items():
-            mean = misprint(paper, p, key, of)
+        for kind in (paper.kind(of, p) for of in averages):
+            text, printed_by = p.averages.get(kind, ("", ""))
+            mean = misprint(p, kind) if printed_by.startswith(paper.sources) else None
             mark = "" if mean is None else note(f"as printed; the row's cells give {percent(mean)}")
-            line.append((p.cells.get(key, ""), mark))
+            line.append((text, mark))
         lines.append(line)
-        own = p.source.startswith(paper.source)
-        against = [row for row in left if own and stands(paper, p, row)]
+        against = [row for row in left if stands(paper, p, row)]
         for row in against:
             variant = row.variant if len(against) > 1 else ""
             lines.append(ours(row, r"\quad " + escape(setting_title("measured", variant))))
             found = [row.cells.get(t) for t in tasks]
             means = [c.mean if c and not c.failed else None for c in found]
-            means += [mean_over(row, of) for of in averages.values()]
+            kinds = [paper.kind(of, row) for of in averages]
+            means += [row.average(k) if k == paper.kind(of, p) else None
+                      for k, of in zip(kinds, averages, strict=True)]  # fmt: skip
             change = map(_difference, means, [printed for printed, _ in line[1:]])
             lines.append([(r"\quad difference", ""), *((text, "") for text in change)])
             left.remove(row)
@@ -156,7 +157,8 @@ def _paper_float(paper: Paper, board: Board) -> Float | None:
         return None
     caption = f"{escape(paper.title)}: test accuracy in percent"
     caption += ", as published." if published else "."
-    caption += " The last column is the average without Retrieval." if "avg4" in averages else ""
+    caption += averages_note(paper) if averages else ""
+    caption += " The last column is the average without Retrieval." if len(averages) > 1 else ""
     if rows:
         caption += rf" Measured here: recipe \texttt{{{escape(paper.recipe)}}}. {legend}"
         caption += " Differences are in points." if len(left) < len(rows) else ""
@@ -171,19 +173,21 @@ def _paper_float(paper: Paper, board: Board) -> Float | None:
 
 
 def _published_name(
-    paper: Paper, p: Published, rows: Sequence[Published], note: Callable[[str], str]
+    paper: Paper, p: Published, rows: Sequence[Published], note: Callable[..., str]
 ) -> str:
     """A published row's model, with what tells it from the source's other rows."""
-    name = escape(model_title(p.model))
+    name, notes = escape(model_title(p.model)), []
     variants = {other.variant for other in rows if other.source == p.source}
-    if p.variant and len(variants) > 1:
-        if p.variant.lower().startswith(p.model.lower()):
-            name = escape(p.variant)
-        elif len(p.variant) <= SHORT:
+    if p.variant.lower().startswith(p.model.lower()):
+        name = escape(p.variant)
+    elif p.variant and len(variants) > 1:
+        if len(p.variant) <= SHORT:
             name += f" ({escape(p.variant)})"
         else:
-            name += note(p.variant)
-    return name if p.source.startswith(paper.source) else name + note(f"{p.source}, {p.table}")
+            notes.append(p.variant)
+    notes += [f"{p.source}, {p.table}"] * (not p.source.startswith(paper.sources))
+    notes += [p.note] * bool(p.note) + [REAL] * (p.inputs == "real")
+    return name + note(*notes)
 
 
 def efficiency_file(

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from lra.config import NO_IDENTITY, NO_NUMBERS, flatten
 from lra.console import percent
@@ -25,15 +26,24 @@ from lra.results.floors import Floor, Floors
 from lra.results.records import Record, unpack_correct
 from lra.results.statistics import compare, mean_std, wilson
 
-PUBLISHED = Path(__file__).resolve().parent.parent.parent / "results" / "published.csv"
+ROOT = Path(__file__).resolve().parent.parent.parent
+PUBLISHED = ROOT / "results" / "published.csv"
 TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image",
           "pathfinder": "Pathfinder", "pathx": "Path-X"}  # fmt: skip
 TASKS = tuple(TITLES)
 AVERAGES = {"five": TASKS[:5], "six": TASKS}
+# What averages in print are taken over; a failed Path-X counts as FAIL_AS in those that have it.
+MEANS = AVERAGES | {"without retrieval": tuple(t for t in TASKS[:5] if t != "retrieval"),
+                    "without listops": TASKS[1:]}  # fmt: skip
 FAIL = "FAIL"
 FAIL_AS = 50.0  # what a failed Path-X counts in the mean of six tasks
 UNHASHED = NO_IDENTITY  # see lra.config.config_hash
 PUBLISHED_NAMES = {"softmax": "transformer"}  # where papers use another name than our configs
+# Kinds of published models, in the order of their sections. Self-pretrained models saw a task's
+# inputs without labels before they were trained on it: never in one section with any other.
+FAMILIES = ("attention", "state space", "linear recurrence", "long convolution", "moving average",
+            "other", "self-pretraining")  # fmt: skip
+INPUTS = ("", "ids", "real")  # how pixels are read: not known, as ids of a table, as numbers
 
 MARKS = {
     "a": "not apples to apples",
@@ -42,7 +52,9 @@ MARKS = {
     "g": "data from this project's generator, not from the benchmark's files",
     "t": "checkpoint chosen on the test split, as some papers do",
     "f": "some seeds stayed at chance; the mean includes them",
+    "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
 }
+REAL = "real pixels"  # the same where a mark has no legend
 LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
     "reduced": "Reduced budget",
     "partial": "Partial data",
@@ -87,10 +99,10 @@ class Options:
 
     def shows(self, model: str) -> bool:
         """Whether a model is wanted, by our name or the papers'; `luna:key=value` is luna."""
-        return not self.models or family(model) in map(family, self.models)
+        return not self.models or namesake(model) in map(namesake, self.models)
 
 
-def family(model: str) -> str:
+def namesake(model: str) -> str:
     """What our name of a model and the papers' have in common."""
     name = model.partition(":")[0].lower()
     return PUBLISHED_NAMES.get(name, name)
@@ -102,7 +114,7 @@ class Cell:
 
     runs: tuple[Record, ...]
 
-    @cached_property
+    @functools.cached_property
     def _mean_std(self) -> tuple[float, float | None]:
         return mean_std([100 * r.result.test.accuracy for r in self.runs if r.result])
 
@@ -119,7 +131,7 @@ class Cell:
         """Whether every seed stayed at chance."""
         return all(r.status == "at_chance" for r in self.runs)
 
-    @cached_property
+    @functools.cached_property
     def marks(self) -> str:
         """Letters of `MARKS` that hold for any run."""
         found = {
@@ -129,6 +141,7 @@ class Cell:
             "g": any(r.protocol.data == "generated" for r in self.runs),
             "t": any(r.protocol.validation == "test" for r in self.runs),
             "f": not self.failed and any(r.status == "at_chance" for r in self.runs),
+            "p": any(r.inputs == "real" for r in self.runs),
         }
         return "".join(letter for letter, holds in found.items() if holds)
 
@@ -137,7 +150,7 @@ class Cell:
         """Which data the runs had."""
         return str(self.runs[0].data.get("fingerprint", ""))
 
-    @cached_property
+    @functools.cached_property
     def correct(self) -> dict[int, np.ndarray]:
         """By seed, which test examples were right; without records that do not, or wrongly, say."""
         found = {}
@@ -188,17 +201,22 @@ class Row:
     cells: dict[str, Cell]
 
     def average(self, kind: str) -> float | None:
-        """Mean over five tasks, or six with a failed Path-X as 50; None unless all are there.
+        """Mean over the tasks of MEANS, a failed Path-X as 50; None unless all are there.
 
         A failed cell of the first five counts with the accuracy it has.
         """
-        cells = [self.cells.get(task) for task in AVERAGES[kind]]
+        cells = [self.cells.get(task) for task in MEANS[kind]]
         if None in cells:
             return None
         means = [c.mean for c in cells if c]
-        if kind == "six" and self.cells["pathx"].failed:
+        if MEANS[kind][-1] == "pathx" and self.cells["pathx"].failed:
             means[-1] = FAIL_AS
         return mean_std(means)[0]
+
+    @property
+    def inputs(self) -> str:
+        """How pixels are read, as INPUTS has it: real if any of the runs reads them so."""
+        return "real" if any("p" in cell.marks for cell in self.cells.values()) else "ids"
 
     @property
     def params(self) -> tuple[int, int]:
@@ -216,7 +234,19 @@ class Published:
     source: str
     table: str
     setting: str
-    cells: dict[str, str]  # by task; `avg` as printed, `avg4` the same without Retrieval
+    cells: dict[str, str]  # by task
+    # By kind of MEANS: as printed, and by which source; first the row's own, then what papers that
+    # take the row over print for it.
+    averages: dict[str, tuple[str, str]]
+    family: str = FAMILIES[0]
+    inputs: str = INPUTS[0]
+    note: str = ""  # where the figures are from, unless the source itself was read
+
+    @property
+    def printed(self) -> tuple[str, str]:
+        """The average of the row's own source, and its kind; empty if it prints none."""
+        own = ((text, kind) for kind, (text, by) in self.averages.items() if by == self.source)
+        return next(own, ("", ""))
 
     def average(self, tasks: Sequence[str]) -> float | None:
         """Mean of the printed cells; a failed Path-X counts as 50."""
@@ -242,7 +272,8 @@ def load_published(path: Path | None = None) -> list[Published]:
     """Rows of results/published.csv, in its order; none if there is no such file here.
 
     Raises:
-        ValueError: names line and cell of an unknown task, or of a value that is no percentage.
+        ValueError: names line and cell of an unknown task or kind, or of a value that is no
+            percentage, or an average without its row.
     """
     if path is None and not PUBLISHED.exists():
         return []
@@ -255,19 +286,35 @@ def load_published(path: Path | None = None) -> list[Published]:
                 raise ValueError(f"{where}: task={task!r}; known: {', '.join(TASKS)}, avg")
             if text not in (FAIL, "NA"):
                 check_percent(text, f"{where}: accuracy_percent")
-            identity = [row[k] for k in ("model", "variant", "source", "source_table", "setting")]
-            if task == "avg" and "WITHOUT Retrieval" in row["setting"]:
-                # A second average of a row that is there already.
-                same = [p for p in rows.values() if [p.model, p.variant] == identity[:2]]
-                if not same:
-                    raise ValueError(f"{where}: no row {identity[:2]} before its second average")
-                same[-1].cells["avg4"] = text
-                continue
+            family, inputs, average_of = (  # a file may lack these columns
+                _known(row.get(column) or known[0], known, f"{where}: {column}")
+                for column, known in (("family", FAMILIES), ("inputs", INPUTS),
+                                      ("average_of", tuple(MEANS)))
+            )  # fmt: skip
+            identity = tuple(
+                row[k] for k in ("model", "variant", "source", "source_table", "setting")
+            )
             model, variant, source, table, setting = identity
-            new = Published(model, variant, source, table, setting, {})
-            cells = rows.setdefault(tuple(identity), new).cells
-            cells[task] = "" if text == "NA" else text
+            figure = "" if text == "NA" else text
+            if task != "avg":
+                new = Published(model, variant, source, table, setting, {}, {}, family, inputs,
+                                row.get("note") or "")  # fmt: skip
+                rows.setdefault(identity, new).cells[task] = figure
+                continue
+            found = rows.get(identity)
+            if not found:  # an average that a paper prints for a row of another one
+                same = [p for p in rows.values() if (p.model, p.variant) == (model, variant)]
+                if not same or average_of in same[-1].averages:
+                    raise ValueError(f"{where}: no row {[model, variant]} before this average")
+                found = same[-1]
+            found.averages[average_of] = figure, source
     return list(rows.values())
+
+
+def _known(value: str, known: Sequence[str], where: str) -> str:
+    if value not in known:
+        raise ValueError(f"{where}={value!r}; known: {', '.join(filter(None, known))}")
+    return value
 
 
 def check_percent(text: str, where: str) -> None:
@@ -392,7 +439,8 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
     """Name each cell of one model and recipe by the config keys in which its setting stands out.
 
     Those are keys set on the command line, keys that differ between settings of one task, and keys
-    of the model that differ at all; sizes and budgets that a recipe itself varies by task are not.
+    of the model that differ at all; what a recipe itself varies by task, sizes, budgets and knobs
+    of the model, is not.
     Cells that may share a row get the same name; two cells of one task never do.
     """
     given = [dict(set.intersection(*(set(overrides(r).items()) for r in c))) for c in cells]
@@ -411,7 +459,9 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
         return {k for k in keys if len({flats[i].get(k) for i in indices}) > 1}
 
     keys = {k for chosen in given for k in chosen}
-    keys |= {k for k in differing(range(len(cells))) if k.startswith("model.")}
+    knobs = {k for k in differing(range(len(cells))) if k.startswith("model.")}
+    knobs -= _by_task(ROOT / "configs" / "task_knobs" / cells[0][0].recipe / cells[0][0].model)
+    keys |= knobs
     for indices in by_task.values():
         keys |= differing(indices) - {"data"}
     if max(Counter((c[0].task, c[0].config_hash) for c in cells).values()) > 1:
@@ -426,7 +476,7 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
         own = [
             (k, flats[i].get(k))
             for k in sorted(keys)
-            if k.startswith("model.") or usual[runs[0].task, k] != {flats[i].get(k)}
+            if k in knobs or usual[runs[0].task, k] != {flats[i].get(k)}
         ]
         rows[tuple(own)].append(i)
     names = [""] * len(cells)
@@ -436,6 +486,13 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
         for i in indices:
             names[i] = ", ".join(texts) or ("as the recipe" if keys else "")
     return names
+
+
+@functools.cache
+def _by_task(folder: Path) -> frozenset[str]:
+    """Keys that a recipe gives a value of its own for some task, from a folder of configs."""
+    files = (yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.glob("*.yaml"))
+    return frozenset(k for values in files for k in flatten(values or {}))
 
 
 def overrides(record: Record) -> dict[str, str]:
@@ -486,6 +543,7 @@ def task_table(
         text = FAIL if this.status == "at_chance" else percent(100 * this.result.test.accuracy)
         why = why_left_out(this)
         note = f"this run, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
+        note += f", {REAL}" * (this.inputs == "real")
         note += f"; {LEFT_OUT[why].lower()}, no result of the benchmark" if why else ""
         setting, changed = f"{this.recipe}, seed {this.seed}", setting_text(this)
         if changed and len(setting) + len(changed) <= 46:
@@ -496,12 +554,21 @@ def task_table(
     for row in build(records).rows:
         cell, setting = row.cells[task], f"{row.recipe}{f', {row.variant}' if row.variant else ''}"
         if cell.runs != (this,):
-            lines.append(("", row.model, setting, str(cell), "measured here"))
+            told = "measured here" + f", {REAL}" * (row.inputs == "real")
+            lines.append(("", row.model, setting, str(cell), told))
     if this and this.protocol.data == "synthetic":
         published = ()
     names = {PUBLISHED_NAMES.get(r.model, r.model) for r in records} | {"transformer"}
     lines += [
-        ("", p.model, p.variant, p.cells[task], p.source.split(" (")[0])
+        (
+            "",
+            p.model,
+            p.variant,
+            p.cells[task],
+            p.source.split(" (")[0]
+            + f", {REAL}" * (p.inputs == "real")
+            + ", self-pretrained" * (p.family == "self-pretraining"),
+        )
         for p in published
         if p.model.lower() in names and p.cells.get(task)
     ]

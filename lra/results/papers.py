@@ -11,15 +11,14 @@ from lra.console import percent
 from lra.results.leaderboard import (
     AVERAGES,
     FAIL,
+    FAIL_AS,
+    MEANS,
     TASKS,
     Published,
     Row,
     task_title,
 )
-from lra.results.statistics import mean_std
-from lra.results.tables import GENERATED, Table, marked
-
-WITHOUT_RETRIEVAL = tuple(t for t in AVERAGES["five"] if t != "retrieval")
+from lra.results.tables import GENERATED, Table, errata, escape_markdown, footnotes, marked
 
 
 @dataclass(frozen=True)
@@ -28,25 +27,57 @@ class Paper:
 
     name: str
     title: str
-    source: str  # start of the published rows' source
+    sources: tuple[str, ...]  # starts of the published rows' sources
     recipe: str
     tasks: tuple[str, ...]
-    # (published model, variant or "" for any) -> (our model, config keys it must have)
+    # (published model, variant or "" for any) -> (our model, config keys it must have: a value, or
+    # a tuple of those that will do)
     ours: dict[tuple[str, str], tuple[str, dict[str, Any]]] = field(default_factory=dict)
-    four_task_average: bool = False
+    averages: tuple[str, ...] = ("five",)  # kinds of MEANS
+    solved_only: bool = False  # its mean of six is one of five where Path-X failed
+    # Rows of other sources that stand in it too, beside those for which it prints an average: by
+    # start of the source, their models or variants.
+    also: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def kind(self, average: str, row: Row | Published) -> str:
+        """Which of MEANS its average of this kind is for a row."""
+        if isinstance(row, Row):
+            failed = "pathx" in row.cells and row.cells["pathx"].failed
+        else:
+            failed = row.cells.get("pathx", "") in ("", FAIL)
+        return "five" if self.solved_only and average == "six" and failed else average
 
 
 PAPERS = (
     Paper("lra", "Long Range Arena (Tay et al. 2021, arXiv 2011.04006), Table 1",
-          "LRA paper", "lra", TASKS, {("Transformer", ""): ("softmax", {})}),
-    Paper("luna", "Luna (Ma et al. 2021, arXiv 2106.01540)", "Luna paper", "luna",
+          ("LRA paper",), "lra", TASKS, {("Transformer", ""): ("softmax", {})}),
+    Paper("luna", "Luna (Ma et al. 2021, arXiv 2106.01540)", ("Luna paper",), "luna",
           AVERAGES["five"],
           {("Transformer", "re-implementation in Luna harness"): ("softmax", {}),
            **{("Luna", f"Luna-{n}"): ("luna", {"model.projection_length": n})
-              for n in (16, 128, 256)}}, four_task_average=True),
+              for n in (16, 128, 256)}}, averages=("five", "without retrieval")),
     Paper("nystromformer", "Nyströmformer (Xiong et al. 2021, arXiv 2102.03902), Table 3",
-          "Nystromformer paper", "nystromformer", AVERAGES["five"],
+          ("Nystromformer paper",), "nystromformer", AVERAGES["five"],
           {("Transformer", ""): ("softmax", {}), ("Nystromformer", ""): ("nystromformer", {})}),
+    Paper("s4", "S4 (Gu et al. 2022, arXiv 2111.00396), Table 10; S4D (Gu et al. 2022, arXiv "
+          "2206.11893); LRU (Orvieto et al. 2023, arXiv 2303.06349)",
+          ("S4 paper", "S4D paper"), "s4", TASKS,
+          {("LRU", ""): ("lru", {}),
+           **{("S4D", f"S4D-{name}"): ("s4d", {"model.init": name.lower()})
+              for name in ("LegS", "Inv", "Lin")}},
+          averages=("six",), also={"state-space survey": ("S4D-LegS",), "LRU paper": ("LRU",)}),
+    Paper("s5", "S5 (Smith et al. 2023, arXiv 2208.04933), as later papers list it", (), "s5",
+          TASKS, {("S5", ""): ("s5", {})}, averages=("six",),
+          also={"state-space survey": ("S5",), "LRU paper": ("S5",),
+                "S4D-DFouT": ("S5-Inv", "S5-Lin")}),
+    Paper("mega", "Mega (Ma et al. 2023, arXiv 2209.10655), Table 2", ("Mega paper",), "mega",
+          TASKS,
+          {("Mega", "Mega"): ("mega", {"model.chunk_size": None}),
+           ("Mega", "Mega-chunk"): ("mega", {"model.chunk_size": (128, 4096)})},
+          averages=("six",), solved_only=True,
+          also={"LRA paper": ("Transformer", "Reformer", "Linformer", "BigBird", "Performer"),
+                "Luna paper": ("re-implementation in Luna harness", "Luna-256"),
+                "S4 paper": ("S4-v1", "S4-v2")}),
 )  # fmt: skip
 
 
@@ -59,18 +90,20 @@ def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row
         "Model",
         "Variant",
         "Figures",
+        "Inputs",
         *(task_title(t) for t in paper.tasks),
         "Avg as printed",
     ]
     header += ["Avg computed"]
-    header += ["Avg w/o Retrieval as printed", "computed"] if paper.four_task_average else []
+    header += ["Avg w/o Retrieval as printed", "computed"] if len(paper.averages) > 1 else []
     lines, left = [], [row for row in rows if row.recipe == paper.recipe]
     for p in theirs(paper, published):
-        line = [p.model, p.variant, "published", *(p.cells.get(t, "") for t in paper.tasks)]
-        for key, tasks in printed_averages(paper).items():
-            line += [p.cells.get(key, ""), percent(p.average(tasks))]
+        figures = f"published{f', {p.note}' if p.note else ''}"
+        line = [p.model, p.variant, figures, p.inputs, *(p.cells.get(t, "") for t in paper.tasks)]
+        for kind in (paper.kind(average, p) for average in paper.averages):
+            line += [p.averages.get(kind, ("", ""))[0], percent(p.average(MEANS[kind]))]
         lines.append(line)
-        for row in [r for r in left if p.source.startswith(paper.source) and stands(paper, p, r)]:
+        for row in [r for r in left if stands(paper, p, r)]:
             lines += measured_lines(paper, row, p)
             left.remove(row)
     for row in left:
@@ -78,17 +111,14 @@ def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row
     return Table(header, lines)
 
 
-def printed_averages(paper: Paper) -> dict[str, tuple[str, ...]]:
-    """The averages a paper prints, as keys of `Published.cells`, and their tasks."""
-    averages = {"avg": AVERAGES["five"]}
-    return averages | ({"avg4": WITHOUT_RETRIEVAL} if paper.four_task_average else {})
-
-
 def theirs(paper: Paper, published: Sequence[Published]) -> list[Published]:
-    """The rows a paper prints; Luna's also holds those it takes over from the LRA paper."""
+    """The rows a paper prints, with those that it takes over from others."""
     return [
         p for p in published
-        if p.source.startswith(paper.source) or (paper.four_task_average and "avg4" in p.cells)
+        if p.source.startswith(paper.sources)
+        or any(source.startswith(paper.sources) for _, source in p.averages.values())
+        or any(p.source.startswith(source) and {p.model, p.variant} & set(names)
+               for source, names in paper.also.items())
     ]  # fmt: skip
 
 
@@ -96,7 +126,9 @@ def stands(paper: Paper, p: Published, row: Row) -> bool:
     """Whether our row is the published row's counterpart."""
     model, keys = paper.ours.get((p.model, p.variant)) or paper.ours.get((p.model, "")) or ("", {})
     config = flatten(next(iter(row.cells.values())).runs[0].config)
-    return row.model == model and all(config.get(k) == v for k, v in keys.items())
+    return row.model == model and all(
+        config.get(k) in (v if isinstance(v, tuple) else (v,)) for k, v in keys.items()
+    )
 
 
 def measured_lines(paper: Paper, row: Row, p: Published | None) -> list[list[str]]:
@@ -104,19 +136,16 @@ def measured_lines(paper: Paper, row: Row, p: Published | None) -> list[list[str
     cells = [row.cells.get(t) for t in paper.tasks]
     ours: list[float | None] = [c.mean if c and not c.failed else None for c in cells]
     printed = [p.cells.get(t, "") if p else "" for t in paper.tasks]
-    line = [row.model, row.variant, "measured", *("" if c is None else marked(c) for c in cells)]
-    change = [row.model, row.variant, "difference", *map(difference, ours, printed)]
-    for tasks in printed_averages(paper).values():
-        average = mean_over(row, tasks)
-        line += ["", percent(average)]
-        change += ["", difference(average, percent(p.average(tasks)) if p else "")]
+    line = [row.model, row.variant, "measured", row.inputs]
+    line += ["" if c is None else marked(c) for c in cells]
+    change = [row.model, row.variant, "difference", "", *map(difference, ours, printed)]
+    for average in paper.averages:
+        kind = paper.kind(average, row)
+        mean = row.average(kind)
+        line += ["", percent(mean)]
+        same = p and paper.kind(average, p) == kind
+        change += ["", difference(mean, percent(p.average(MEANS[kind])) if p and same else "")]
     return [line, change] if p else [line]
-
-
-def mean_over(row: Row, tasks: Sequence[str]) -> float | None:
-    """Our mean over tasks; None unless all are there."""
-    known = [row.cells[t].mean for t in tasks if t in row.cells]
-    return mean_std(known)[0] if len(known) == len(tasks) else None
 
 
 def difference(ours: float | None, printed: str) -> str:
@@ -124,37 +153,25 @@ def difference(ours: float | None, printed: str) -> str:
     return "" if ours is None or printed in ("", FAIL) else f"{ours - float(printed):+.2f}"
 
 
-def errata(paper: Paper, published: Sequence[Published]) -> list[str]:
-    """Printed averages that are not the mean of the printed cells, to the last digit."""
-    found = []
-    for p in theirs(paper, published):
-        for key, tasks in printed_averages(paper).items():
-            mean = misprint(paper, p, key, tasks)
-            if mean is not None:
-                found.append(
-                    f"{p.model} ({p.variant}): the average over {len(tasks)} tasks is printed as "
-                    f"{p.cells[key]}; its cells give {percent(mean)} ({p.source})."
-                )
-    return found
-
-
-def misprint(paper: Paper, p: Published, key: str, tasks: Sequence[str]) -> float | None:
-    """The mean of a row's printed cells where the average printed as `key` is another."""
-    mean, text = p.average(tasks), p.cells.get(key)
-    copied = key == "avg" and not p.source.startswith(paper.source)
-    wrong = mean is not None and text and not copied and abs(mean - float(text)) > 0.00501
-    return mean if wrong else None
+def averages_note(paper: Paper) -> str:
+    """What a paper's averages are over, where a failed Path-X may be one of them."""
+    if "six" not in paper.averages:
+        return ""
+    failed = "left out" if paper.solved_only else f"counted as {FAIL_AS:.0f}"
+    return f" Averages are over six tasks, a failed Path-X {failed}."
 
 
 def paper_markdown(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> str:
     """results/tables/<paper>.md."""
     legend = (
         "Accuracy in percent. Measured: mean ± sample standard deviation (number of seeds), recipe "
-        f"{paper.recipe}; difference: measured minus published, in points.\n"
+        f"{paper.recipe}; difference: measured minus published, in points. Inputs: pixels as ids "
+        f"or as real numbers; empty where that is not known.{averages_note(paper)}\n"
     )
     table = paper_table(paper, published, rows).markdown()
     parts = [f"# {paper.title}\n", GENERATED, legend, table]
-    notes = errata(paper, published)
-    if notes:
+    marks = footnotes([row for row in rows if row.recipe == paper.recipe])
+    parts += ["".join(f"- [{k}] {escape_markdown(v)}\n" for k, v in marks)] if marks else []
+    if notes := errata(published, paper.sources):
         parts += ["Errata:\n", "".join(f"- {note}\n" for note in notes)]
     return "\n".join(parts)

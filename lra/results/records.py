@@ -138,6 +138,11 @@ class Record:
         return numbered(self.run_id, self.number)
 
     @property
+    def inputs(self) -> str:
+        """How the model reads pixels: as `ids`, or as `real` numbers."""
+        return str(self.config.get("shape", {}).get("input", "ids"))
+
+    @property
     def device_text(self) -> str:
         """What the run's speed depends on: device, precision, and threads on a CPU."""
         got = self.hardware

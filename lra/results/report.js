@@ -116,7 +116,7 @@ function drawRuns(filter) {
       onclick: () => open(run.id, [run.index]) }, run.id) },
     { title: "Test", number: true, value: (run) => run.test, show: (run) => percent(run.test) },
     text("Task", (run) => data.titles[run.task] || run.task), text("Model", (run) => run.model), text("Recipe", (run) => run.recipe),
-    text("Setting", (run) => run.overrides), text("Seed", (run) => run.seed, true), text("Status", (run) => run.outcome),
+    text("Setting", (run) => [run.overrides, run.inputs].filter(Boolean).join(", ")), text("Seed", (run) => run.seed, true), text("Status", (run) => run.outcome),
     { title: "Steps/s", number: true, value: (run) => run.steps_per_s, show: (run) => short(run.steps_per_s) },
     { title: "Finished", value: (run) => run.finished, show: (run) => run.finished.slice(0, 10) },
   ], rows, SHOWN));
@@ -134,7 +134,7 @@ function describe(run) {
     ["Status", run.outcome + (run.message ? `: ${run.message}` : "")],
     ["Test", run.test === null ? "" : `${percent(run.test)} % of ${thousands(run.n_test)} examples, 95 % interval ${run.low.toFixed(1)} to ${run.high.toFixed(1)}`],
     ["Validation", run.val === null ? "" : `${percent(run.val)} % at the selected step ${thousands(run.step)}`],
-    ["Protocol", run.protocol], ["Against the recipe", run.why_not], ["Set by hand", run.overrides],
+    ["Protocol", run.protocol], ["Against the recipe", run.why_not], ["Set by hand", run.overrides], ["Inputs", run.inputs],
     ["Parameters", thousands(run.params) + (run.baseline ? `, ${(run.params / run.baseline).toFixed(3)} times softmax` : "")],
     ["Speed", run.steps_per_s === null ? "" : `${short(run.steps_per_s)} steps/s, ${short(run.tokens_per_s)} tokens/s`],
     ["Peak memory", short(run.memory_mb, " MB")], ["Training time", short(run.train_s, " s")],
@@ -173,6 +173,29 @@ function curve(run) {
   return svg;
 }
 
+// Published rows: a table for each family, and a choice of families, of inputs and of names.
+function families(title, header, rows, columns) {
+  const family = header.indexOf("Family"), inputs = header.indexOf("Inputs"), box = el("div");
+  const values = (column, of) => [...new Set(of.map((row) => row[column]))];
+  const select = (column) => el("select", null, el("option", { value: "" }, "all"),
+    ...values(column, rows).filter(Boolean).map((value) => el("option", { value }, value)));
+  const [ofFamily, ofInputs] = [select(family), select(inputs)];
+  const words = el("input", { type: "search", autocomplete: "off" });
+  function fill() {
+    const wanted = words.value.trim().toLowerCase();
+    const fits = rows.filter((row) => (!ofFamily.value || row[family] === ofFamily.value)
+      && (!ofInputs.value || row[inputs] === ofInputs.value) && `${row[0]} ${row[1]}`.toLowerCase().includes(wanted));
+    const tables = values(family, fits).map((name) => table(`${title}: ${name}`, columns.filter((c) => c.title !== "Family"),
+      fits.filter((row) => row[family] === name)));
+    box.replaceChildren(...(tables.length ? tables : [el("p", null, "No published row fits.")]));
+  }
+  const filters = el("div", { class: "filters" }, el("label", null, "Family", ofFamily), el("label", null, "Inputs", ofInputs),
+    el("label", null, "Model or variant", words));
+  filters.addEventListener("input", fill);
+  fill();
+  return el("div", null, filters, box);
+}
+
 function draw() {
   const filter = Object.fromEntries(["recipe", "task", "status"].map((name) => [name, form.elements[name].value]));
   filter.text = form.elements.text.value.trim().toLowerCase();
@@ -195,7 +218,8 @@ draw();
 for (const [title, header, rows, numeric] of data.tables) {
   const columns = header.map((name, i) => ({ title: name, number: numeric[i], value: (row) => asNumber(row[i]), show: (row) => row[i] }));
   if (header[0] === "Model" && header[1] === "Variant") columns.splice(0, 2, ...modelAndVariant((row) => row[0], (row) => row[1]));
-  document.getElementById("tables").append(el("details", null, el("summary", null, title), table(title, columns, rows)));
+  document.getElementById("tables").append(el("details", null, el("summary", null, title),
+    header.includes("Family") ? families(title, header, rows, columns) : table(title, columns, rows)));
 }
 if (!document.getElementById("pictures").children.length) document.getElementById("pictures").append("No figures yet.");
 const wanted = decodeURIComponent((location.hash.match(/^#run=(.*)/) || ["", ""])[1]);

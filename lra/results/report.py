@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import flatten
-from lra.results.leaderboard import LEFT_OUT, Board, setting_text, task_title
+from lra.results.leaderboard import LEFT_OUT, REAL, Board, setting_text, task_title
 from lra.results.records import Record
 from lra.results.statistics import wilson
 from lra.results.tables import (
     LEGEND,
+    PUBLISHED_LEGEND,
     Table,
     average_titles,
     floor_notes,
@@ -29,7 +30,7 @@ from lra.results.tables import (
 FOLDER = Path(__file__).resolve().parent
 MAX_POINTS = 32  # of a curve
 POOLED = ("task", "model", "recipe", "outcome", "message", "protocol", "why_not", "overrides",
-          "hardware", "environment", "data", "command", "steps")  # fmt: skip
+          "inputs", "hardware", "environment", "data", "command", "steps")  # fmt: skip
 
 
 def page(
@@ -52,6 +53,7 @@ def page(
         "script_hash": f"sha256-{digest}",
         "script": script,
         "legend": html.escape(LEGEND),
+        "published": html.escape(PUBLISHED_LEGEND if board.published else ""),
         "floors": "".join(f'<p class="note">{html.escape(n)}</p>' for n in floor_notes(board)),
         "figures": "".join(_picture(title, svg) for title, svg in figures.items()),
         # "<" could end the script element that holds the data.
@@ -127,6 +129,7 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
         "protocol": listed(vars(record.protocol)),
         "why_not": "; ".join(record.why_not),
         "overrides": setting_text(record),
+        "inputs": REAL if record.inputs == "real" else "",
         "steps_per_s": _rounded(speed.get("steps_per_s")),
         "tokens_per_s": _rounded(speed.get("tokens_per_s")),
         "train_s": _rounded(speed.get("train_time_s")),

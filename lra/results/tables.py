@@ -14,8 +14,11 @@ from lra.results.leaderboard import (
     AVERAGES,
     FAIL,
     FAIL_AS,
+    FAMILIES,
     LEFT_OUT,
     MARKS,
+    MEANS,
+    REAL,
     UNHASHED,
     Board,
     Cell,
@@ -35,6 +38,13 @@ LEGEND = (
     f"Test accuracy in percent: mean ± sample standard deviation (number of seeds). {BOLD} "
     f"Complete rows come first, by their mean over five tasks. {FAIL}: not above chance; in the "
     f"mean over six tasks a failed Path-X counts as {FAIL_AS:.0f}.\n"
+)
+PUBLISHED_LEGEND = (
+    "As printed by each source, a table for each family of models. Settings differ between "
+    "sources; `published.csv` gives them. Never averaged with the runs above. Inputs: how Image, "
+    "Pathfinder and Path-X are read, as ids of 256 values or as real numbers; empty where that is "
+    "not known. Self-pretrained models saw a task's inputs without labels before: not to be ranked "
+    "with any other.\n"
 )
 # Words of a command that another column holds, or that are no part of a setting.
 TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
@@ -87,14 +97,56 @@ def measured_table(rows: Sequence[Row], options: Options) -> Table:
 
 
 def published_table(published: Sequence[Published], options: Options) -> Table:
-    """All published rows, each with its source; averages computed from the printed cells."""
-    header = ["Model", "Variant", *(task_title(t) for t in options.tasks), "Avg as printed"]
+    """Published rows by family, each with its source; averages computed from the printed cells."""
+    header = ["Model", "Variant", "Family", "Inputs", *(task_title(t) for t in options.tasks),
+              "Avg as printed", "Over", *average_titles(options), "Source"]  # fmt: skip
     rows = [
-        [p.model, p.variant, *(p.cells.get(t, "") for t in options.tasks), p.cells.get("avg", ""),
-         *(percent(p.average(AVERAGES[a])) for a in options.averages), f"{p.source}, {p.table}"]
-        for p in published
+        [p.model, p.variant, p.family, p.inputs, *(p.cells.get(t, "") for t in options.tasks),
+         p.printed[0], mean_title(p.printed[1]),
+         *(percent(p.average(AVERAGES[a])) for a in options.averages), source(p)]
+        for p in sorted(published, key=lambda p: FAMILIES.index(p.family))
     ]  # fmt: skip
-    return Table([*header, *average_titles(options), "Source"], rows)
+    return Table(header, rows)
+
+
+def published_sections(published: Sequence[Published], options: Options) -> dict[str, Table]:
+    """The same, a table for each family."""
+    whole = published_table(published, options)
+    at = whole.header.index("Family")
+    header = [title for j, title in enumerate(whole.header) if j != at]
+    return {
+        family: Table(header, [row[:at] + row[at + 1 :] for row in whole.rows if row[at] == family])
+        for family in dict.fromkeys(row[at] for row in whole.rows)
+    }
+
+
+def source(p: Published) -> str:
+    """Where a published row is printed, and how its figures came from there."""
+    return f"{p.source}, {p.table}{f'; {p.note}' if p.note else ''}"
+
+
+def mean_title(kind: str) -> str:
+    """Over how many tasks a kind of MEANS is."""
+    title = str(len(MEANS[kind])) if kind else ""
+    return title if kind in ("", *AVERAGES) else f"{title} ({kind.replace('listops', 'ListOps')})"
+
+
+def misprint(p: Published, kind: str) -> float | None:
+    """The mean of a row's printed cells where the average printed of this kind is another."""
+    text, mean = p.averages.get(kind, ("", ""))[0], p.average(MEANS[kind])
+    return mean if text and mean is not None and abs(mean - float(text)) > 0.00501 else None
+
+
+def errata(published: Sequence[Published], sources: tuple[str, ...] = ("",)) -> list[str]:
+    """Averages printed by these sources that are not the mean of the row, to the last digit."""
+    return [
+        f"{p.model}{f' ({p.variant})' if p.variant else ''}: the average over {len(MEANS[kind])} "
+        f"tasks is printed as {text}; its cells give {percent(mean)} ({printed_by}"
+        f"{f'; {p.note}' if p.note else ''})."
+        for p in published
+        for kind, (text, printed_by) in p.averages.items()
+        if printed_by.startswith(sources) and (mean := misprint(p, kind)) is not None
+    ]
 
 
 def left_out_table(runs: Sequence[Record]) -> Table:
@@ -106,7 +158,8 @@ def left_out_table(runs: Sequence[Record]) -> Table:
             figure = f"test {percent(100 * r.result.test.accuracy)} at step {r.result.step}"
         elif r.curve and (accuracy := r.curve[-1].get("val_accuracy")) is not None:
             figure = f"val {percent(100 * accuracy)} at step {r.curve[-1]['step']}"
-        data = "" if r.protocol.data == "files" else r.protocol.data
+        told = [r.protocol.data] * (r.protocol.data != "files")
+        data = ", ".join(told + [REAL] * (r.inputs == "real"))
         settings = " ".join(o for o in r.overrides if not o.startswith(TOLD_ELSEWHERE))
         cells = [str(r.seed), settings, figure, data, r.message, r.name]
         rows.append([r.task, r.model, r.recipe, *cells])
@@ -119,12 +172,14 @@ def best_cells(
 ) -> frozenset[tuple[int, int]]:
     """The top cell of each column that is clearly above every other, if there is one.
 
-    Failed cells and reduced budgets are not ranked.
+    Failed cells and reduced budgets are not ranked, nor are cells of models that read pixels as
+    numbers where others have ids.
     """
     best = set()
     for j, task in enumerate(tasks):
         cells = [(i, row.cells[task]) for i, row in enumerate(rows) if task in row.cells]
         ranked = [(i, c) for i, c in cells if not c.failed and "r" not in c.marks]
+        ranked = [(i, c) for i, c in ranked if "p" not in c.marks] or ranked
         ranked.sort(key=lambda item: -item[1].mean)
         if len(ranked) > 1 and all(ranked[0][1].clearly_above(c) for _, c in ranked[1:]):
             best.add((ranked[0][0], first_column + j))
@@ -196,9 +251,11 @@ def markdown(board: Board, skipped: Sequence[str] = ()) -> str:
     parts = ["# Leaderboard\n", GENERATED, "## Measured here\n", results_section(board)]
     parts += [f"{escape_markdown(note)}.\n" for note in board.notes]
     if board.published:
-        parts += ["## Published\n", "As printed by each source. Settings differ between sources; "
-                  "`published.csv` gives them. Never averaged with the runs above.\n",
-                  published_table(board.published, board.options).markdown()]  # fmt: skip
+        parts += ["## Published\n", PUBLISHED_LEGEND]
+        for family, table in published_sections(board.published, board.options).items():
+            parts += [f"### {family.capitalize()}\n", table.markdown()]
+        notes = errata(board.published)
+        parts += ["### Errata\n", *(f"- {escape_markdown(n)}" for n in notes), ""] if notes else []
     if board.left_out:
         parts.append("## Not in the table\n")
         for why, title in LEFT_OUT.items():
@@ -212,12 +269,13 @@ def markdown(board: Board, skipped: Sequence[str] = ()) -> str:
 def csv_text(board: Board) -> str:
     """results/leaderboard.csv: raw percentages, one line a row; empty where there is no number."""
     tasks, averages = board.options.tasks, board.options.averages
-    header = ["kind", "model", "variant", "recipe", "source"]
+    header = ["kind", "model", "variant", "family", "inputs", "recipe", "source"]
     header += [f"{t}_{c}" for t in tasks for c in ("percent", "std", "n", "marks")]
-    header += ["avg_printed", *(f"avg_of_{a}" for a in averages), "params_min", "params_max"]
+    header += ["avg_printed", "avg_printed_of", *(f"avg_of_{a}" for a in averages)]
+    header += ["params_min", "params_max"]
     lines: list[list[Any]] = [header]
     for row in board.rows:
-        line: list[Any] = ["measured", row.model, row.variant, row.recipe, ""]
+        line: list[Any] = ["measured", row.model, row.variant, "", row.inputs, row.recipe, ""]
         for cell in (row.cells.get(task) for task in tasks):
             if cell is None:
                 line += [""] * 4
@@ -225,13 +283,13 @@ def csv_text(board: Board) -> str:
                 line += [FAIL, "", len(cell.runs), cell.marks]
             else:
                 line += [number(cell.mean), number(cell.std), len(cell.runs), cell.marks]
-        lines.append([*line, "", *(number(row.average(a)) for a in averages), *row.params])
+        lines.append([*line, "", "", *(number(row.average(a)) for a in averages), *row.params])
     for p in board.published:
-        line = ["published", p.model, p.variant, "", f"{p.source}, {p.table}"]
+        line = ["published", p.model, p.variant, p.family, p.inputs, "", source(p)]
         for task in tasks:
             line += [p.cells.get(task, ""), "", "", ""]
         computed = [number(p.average(AVERAGES[a])) for a in averages]
-        lines.append([*line, p.cells.get("avg", ""), *computed, "", ""])
+        lines.append([*line, *p.printed, *computed, "", ""])
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()

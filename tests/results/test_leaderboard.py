@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lra.console import percent
-from lra.results import efficiency, latex, tables
+from lra.results import efficiency, latex, leaderboard, papers, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import (
     FAIL,
@@ -160,6 +160,28 @@ def test_a_row_holds_one_setting_over_tasks_although_budgets_differ_by_task() ->
         "projection_length=16",
         "projection_length=64",
     }
+
+
+def test_knobs_that_a_recipe_sets_by_task_part_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "configs" / "task_knobs" / "s4" / "s4d"
+    folder.mkdir(parents=True)
+    (folder / "image.yaml").write_text("model:\n  state_size: 64\n")
+    monkeypatch.setattr(leaderboard, "ROOT", tmp_path)
+
+    def run(task: str, size: int, model: str = "s4d", by_hand: bool = False) -> Record:
+        record = make_record(task, model, recipe="s4", overrides={"model.state_size": size})
+        return record if by_hand else dataclasses.replace(record, overrides=[])
+
+    records, other = [run("listops", 4), run("image", 64)], run("image", 16, by_hand=True)
+    assert [(r.variant, set(r.cells)) for r in make_rows(records)] == [("", {"listops", "image"})]
+    assert {r.variant: set(r.cells) for r in make_rows([*records, other])} == {
+        "as the recipe": {"listops", "image"}, "state_size=16": {"image"},
+    }  # fmt: skip
+    # Two values on one task part a row all the same, and so do knobs that the recipe leaves alone.
+    assert len(make_rows([*records, run("image", 16)])) > 1
+    assert len(make_rows([run("listops", 4, "s5"), run("image", 64, "s5")])) == 2
 
 
 def test_runs_on_other_data_do_not_share_a_cell() -> None:
@@ -441,6 +463,52 @@ def test_task_table_shows_this_run_beside_the_published_rows() -> None:
     assert "reduced budget, no result of the benchmark" in task_table(
         [reduced], (), "listops", reduced.run_id
     )
+
+
+def real_pixels(*args: Any, **fields: Any) -> Record:
+    """A run whose recipe, not the command line, reads pixels as real numbers."""
+    record = make_record(*args, **fields, overrides={"shape.input": "real"})
+    return dataclasses.replace(record, overrides=record.overrides[:-1])
+
+
+def test_real_pixels_are_marked_in_every_table() -> None:
+    records = [real_pixels("image", "softmax"), make_record("listops", "softmax"),
+               make_record("image"), real_pixels("image", budget="reduced")]  # fmt: skip
+    assert [r.inputs for r in records] == ["real", "ids", "ids", "real"]
+    board = build(records)
+    luna, softmax = sorted(board.rows, key=lambda r: r.model)
+    assert (luna.inputs, softmax.inputs) == ("ids", "real")
+    assert (softmax.cells["image"].marks, softmax.cells["listops"].marks) == ("p", "")
+    text = tables.markdown(board)
+    assert "| 42.00 (1) [p] |" in text and "- [p] pixels read as real numbers" in text
+    assert text.count("[p]") == 2 and "| real pixels |" in text.partition("## Not in")[2]
+    rows = {r["model"]: r for r in csv.DictReader(io.StringIO(tables.csv_text(board)))}
+    assert (rows["softmax"]["inputs"], rows["softmax"]["image_marks"]) == ("real", "p")
+    assert (rows["luna"]["inputs"], rows["luna"]["image_marks"]) == ("ids", "")
+    speed = {tuple(line[:2]): line[3] for line in efficiency.runs_table(board.rows).rows}
+    assert (speed["Image", "softmax"], speed["ListOps", "softmax"]) == ("real pixels", "")
+    tex = latex.leaderboard(board)
+    assert r"42.00 & \textsuperscript{p}" in tex and r"\textsuperscript{p}~pixels read as" in tex
+    text = papers.paper_markdown(papers.PAPERS[2], load_published(), board.rows)
+    assert "| softmax |  | measured | real |" in text and "- [p] pixels read as real" in text
+    for run_id, said in (
+        ("", "measured here"),
+        (records[0].run_id, "this run, 95 % interval 41.0"),
+    ):
+        shown = task_table(records[:1], load_published(), "image", run_id).splitlines()[2]
+        assert said in shown and shown.endswith(", real pixels")
+    assert not any("[p]" in tables.markdown(build([r])) for r in records[1:3])
+
+
+def test_real_pixels_are_never_bold_beside_ids() -> None:
+    high = [real_pixels("image", "s4d", s, 0.9) for s in range(2)]
+    low = seeds("luna", 0.5, 0.5, task="image")
+    lowest = seeds("softmax", 0.4, 0.4, task="image")
+    assert bold(high + low) == []  # one of ids, so nothing to rank it with
+    assert bold(high + low + lowest) == ["50.00 ± 0.00 (2)"]
+    assert bold([real_pixels("image", "s5", s, 0.6) for s in range(2)] + high) == [
+        "90.00 ± 0.00 (2) [p]"
+    ]
 
 
 def test_protocol_of_val_on_test_is_marked() -> None:

@@ -17,6 +17,7 @@ from lra.results.leaderboard import (
     build,
     load_published,
 )
+from lra.results.papers import PAPERS
 from lra.results.records import load_all, save
 from tests import programs
 from tests.made_up import make_record, write_sixty
@@ -52,7 +53,7 @@ def test_command_builds_checks_and_rebuilds_byte_for_byte(tmp_path: Path) -> Non
     generated = {
         p: p.read_bytes() for p in results.rglob("*") if p.is_file() and "runs" not in p.parts
     }
-    assert len(generated) == 3 + 8 + 1
+    assert len(generated) == 3 + 2 * (len(PAPERS) + 1) + 1
     assert str(tmp_path).encode() not in b"".join(generated.values())
     for path in generated:
         path.unlink()

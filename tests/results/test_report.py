@@ -19,7 +19,7 @@ import pytest
 
 from lra.results import efficiency, figures, report, tables
 from lra.results.floors import Data, Floor, Floors, Score
-from lra.results.leaderboard import TASKS, Board, Options, build, load_published
+from lra.results.leaderboard import FAMILIES, TASKS, Board, Options, build, load_published
 from lra.results.records import Record, pack_correct, save
 from lra.speed.benchmarks import load_benchmarks
 from tests import programs
@@ -87,6 +87,20 @@ def test_the_page_holds_every_run_and_every_cell() -> None:
         "Synthetic data",
         "Older run of a setting and seed",
     } <= outcomes
+
+
+def test_published_rows_come_by_family_and_runs_say_how_they_read_pixels() -> None:
+    real = make_record("image", "softmax", overrides={"shape.input": "real"})
+    data = content(page([real, make_record()]))
+    ((_, header, rows, _),) = data["tables"]
+    families = [row[header.index("Family")] for row in rows]
+    assert list(dict.fromkeys(families)) == [f for f in FAMILIES if f in families]
+    assert sorted(families, key=FAMILIES.index) == families and "self-pretraining" in families
+    told = [data["pool"][run[data["fields"].index("inputs")]] for run in data["runs"]]
+    assert told == ["real pixels", ""]
+    shown = {row["model"]: [cell["text"] for cell in row["cells"].values()] for row in data["rows"]}
+    assert shown == {"softmax": ["42.00 (1) [p]"], "luna": ["37.00 (1)"]}
+    assert [mark for mark, _ in data["footnotes"]["nystromformer"]] == ["p"]
 
 
 def test_the_page_needs_no_network_and_runs_only_its_own_script() -> None:
@@ -360,6 +374,35 @@ class TestInTheBrowser:
             assert browser.js("document.querySelectorAll('#board table').length") == 1
             assert choose("recipe", "") == "14 of 61 runs"
             assert choose("text", "nystrom") == "2 of 61 runs"
+
+    def test_published_rows_are_chosen_by_family_inputs_and_name(self, results_page: Path) -> None:
+        with Browser() as browser:
+            browser.open(results_page)
+            browser.js("document.querySelector('#tables details').open = true")
+            box = "document.querySelector('#tables details')"
+            captions = f"[...{box}.querySelectorAll('caption')].map((e) => e.innerText)"
+            numbers = f"{box}.querySelectorAll('tbody tr').length"
+
+            def choose(place: int, value: str) -> tuple[list[str], int]:
+                field = f"{box}.querySelectorAll('.filters select, .filters input')[{place}]"
+                browser.js(f"{field}.value = '{value}'")
+                browser.js(f"{field}.dispatchEvent(new Event('input', {{ bubbles: true }}))")
+                return browser.js(captions), browser.js(numbers)
+
+            rows = load_published()
+            assert browser.js(captions) == [f"Published accuracy: {f}" for f in FAMILIES]
+            assert browser.js(numbers) == len(rows)
+            pretrained = [p for p in rows if p.family == "self-pretraining"]
+            alone = ["Published accuracy: self-pretraining"]
+            assert choose(0, "self-pretraining") == (alone, len(pretrained))
+            assert choose(0, "")[1] == len(rows)
+            real = [p for p in rows if p.inputs == "real"]
+            found, number = choose(1, "real")
+            assert number == len(real) and len(found) == len({p.family for p in real})
+            assert choose(2, " s4D-L")[1] == sum("s4d-l" in p.variant.lower() for p in real) > 0
+            assert choose(2, "no such model") == ([], 0)
+            assert "No published row fits." in browser.js(f"{box}.innerText")
+            assert browser.errors == []
 
     def test_keyboard_alone_opens_and_closes_the_details(self, results_page: Path) -> None:
         with Browser() as browser:
