@@ -1,8 +1,8 @@
 """The models equal the authors' own numbers: outputs and every gradient, in float64 and float32.
 
-`pytest tests/models/test_golden.py --golden-dir DIR` checks every file of a folder. Without the
-option it is `../shared/golden` beside the repository where that exists, else the few files kept in
-tests/golden/.
+`pytest tests/models/test_golden.py --golden-dir DIR` checks every file of a folder and the folders
+in it. Without the option they are those below `../shared/` beside the repository where they exist,
+else the few files kept in tests/golden/.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.golden import fastformer, luna, nystromformer, softmax
+from tests.golden import fastformer, luna, nystromformer, s4d, softmax
 from tests.golden.case import Adapter, Case, Difference, compare
 
 HERE = Path(__file__).parents[1]
@@ -22,22 +22,27 @@ UNITS: dict[str, dict[str, Adapter]] = {
     "luna": luna.UNITS,
     "nystrom": nystromformer.UNITS,
     "fastformer": fastformer.UNITS,
+    "s4d": s4d.UNITS,
 }
+BESIDE = ("golden", "golden_more/state_space", "golden_more/mega")
 
 
-def golden_dir(config: pytest.Config) -> Path:
+def golden_dirs(config: pytest.Config) -> list[Path]:
     chosen = config.getoption("--golden-dir")
     if chosen is not None:
-        return Path(chosen)
-    beside = HERE.parent.parent / "shared" / "golden"
-    return beside if beside.is_dir() else HERE / "golden"
+        return [Path(chosen)]
+    beside = [HERE.parent.parent / "shared" / name for name in BESIDE]
+    return [folder for folder in beside if folder.is_dir()] or [HERE / "golden"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "path" in metafunc.fixturenames:
-        folder = golden_dir(metafunc.config)
         # A folder without files becomes one test, which fails on opening it.
-        paths = sorted(folder.glob("*.npz")) or [folder]
+        paths = [
+            path
+            for folder in golden_dirs(metafunc.config)
+            for path in sorted(folder.rglob("*.npz")) or [folder]
+        ]
         metafunc.parametrize("path", paths, ids=[path.stem for path in paths])
 
 

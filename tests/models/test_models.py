@@ -30,6 +30,7 @@ from models.softmax import SoftmaxAttention
 from tests.references.fastformer import fastformer_attention
 from tests.references.luna import luna_encoder
 from tests.references.nystromformer import nystrom_attention
+from tests.references.s4d import s4d_mixer
 from tests.references.softmax import softmax_attention
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
@@ -65,6 +66,7 @@ REFERENCES: dict[str, Reference] = {
     "luna": luna_encoder,
     "nystromformer": naive_mixers(nystrom_attention),
     "fastformer": naive_mixers(fastformer_attention),
+    "s4d": naive_mixers(s4d_mixer),
 }
 # Parameters of the classifier in Nystromformer's ListOps sizes (`LISTOPS`).
 NUM_PARAMS = {
@@ -72,11 +74,16 @@ NUM_PARAMS = {
     "luna": 236_042,
     "nystromformer": 209_942,
     "fastformer": 210_314,
+    "s4d": 226_186,
 }
 QUADRATIC = {"softmax"}
+HEADLESS = {"s4d"}  # models without heads, so that their number and width change nothing
 CAUSAL: set[str] = set()  # models whose first position sees nothing else, so cannot be pooled alone
 # Smaller than in the config, so that short rows, which are quick to test, take the whole path.
-KNOBS: dict[str, dict[str, Any]] = {"nystromformer": {"num_landmarks": 8, "conv_kernel_size": 5}}
+KNOBS: dict[str, dict[str, Any]] = {
+    "nystromformer": {"num_landmarks": 8, "conv_kernel_size": 5},
+    "s4d": {"state_size": 8},
+}
 
 SMALL = Shape(
     vocab_size=12,
@@ -146,10 +153,10 @@ def options_of(name: str) -> list[str]:
 
 
 def test_our_own_models_are_held_to_a_naive_version_and_a_size() -> None:
-    own = {"softmax", "luna", "nystromformer", "fastformer"}
+    own = {"softmax", "luna", "nystromformer", "fastformer", "s4d"}
     assert own <= set(MODELS) and own <= set(REFERENCES) and own <= set(NUM_PARAMS)
     # An entry whose model is gone would be tested no more without anybody noticing.
-    assert {*REFERENCES, *NUM_PARAMS, *QUADRATIC, *CAUSAL, *KNOBS} <= set(MODELS)
+    assert {*REFERENCES, *NUM_PARAMS, *QUADRATIC, *CAUSAL, *HEADLESS, *KNOBS} <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -458,7 +465,7 @@ def test_every_layout_switch_works_and_changes_something(name: str, change: dict
     plain, changed = build(name), build(name, replace(SMALL, **change))
     logits_BC = changed(*rows)
     assert logits_BC.shape == (2, 3)
-    has_heads = name in REFERENCES  # a new model need not have heads
+    has_heads = name in REFERENCES and name not in HEADLESS  # a new model need not have heads
     if has_heads or "head_dim" not in change:
         assert largest_difference(logits_BC, plain(*rows)) > 1e-3
     alone_BC = changed(rows[0][1:, :, :20], rows[1][1:])
