@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.golden import fastformer, luna, nystromformer, s4d, softmax
+from tests.golden import (
+    fastformer,
+    luna,
+    mega,
+    nystromformer,
+    s4d,
+    softmax,
+)
 from tests.golden.case import Adapter, Case, Difference, compare
 
 HERE = Path(__file__).parents[1]
@@ -23,15 +30,18 @@ UNITS: dict[str, dict[str, Adapter]] = {
     "nystrom": nystromformer.UNITS,
     "fastformer": fastformer.UNITS,
     "s4d": s4d.UNITS,
+    "mega": mega.UNITS,
 }
-BESIDE = ("golden", "golden_more/state_space", "golden_more/mega")
+# Files of faults that no option has and no published number depends on, by their stem, with why.
+LEFT_OUT: dict[str, str] = {}
+FOLDERS = ("golden", "golden_more/state_space", "golden_more/mega")  # beside the repository
 
 
 def golden_dirs(config: pytest.Config) -> list[Path]:
     chosen = config.getoption("--golden-dir")
     if chosen is not None:
         return [Path(chosen)]
-    beside = [HERE.parent.parent / "shared" / name for name in BESIDE]
+    beside = [HERE.parent.parent / "shared" / name for name in FOLDERS]
     return [folder for folder in beside if folder.is_dir()] or [HERE / "golden"]
 
 
@@ -73,6 +83,9 @@ def worst(differences: list[Difference]) -> str:
 def test_golden(path: Path, dtype: torch.dtype, record_property) -> None:
     if path.is_dir() or not path.exists():
         pytest.fail(f"{path}: no golden files (*.npz) in this folder")
+    if path.stem in LEFT_OUT:
+        record_property("golden", f"{path.stem:45} left out: {LEFT_OUT[path.stem]}")
+        pytest.skip(f"left out: {LEFT_OUT[path.stem]}")
     case = Case.load(path, dtype)
     differences = compare(case, find_adapter(case))
     outputs = [d for d in differences if not d.name.startswith("grad_")]
