@@ -70,6 +70,16 @@ class Dropout(nn.Module):
         return f"p={self.p}"
 
 
+class TiedDropout(Dropout):
+    """Dropout with one mask for all positions of a sequence, as S4, S5 and LRU have it."""
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """[B, L, D]."""
+        if not self.training or self.p == 0.0:
+            return x_BLD
+        return x_BLD * super().forward(torch.ones_like(x_BLD[:, :1]))
+
+
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:

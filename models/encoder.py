@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.dropout import Dropout
+from models.dropout import Dropout, TiedDropout
 from models.layers import Embedding, FeedForward, initialise
 from models.norm import NoNorm, frozen_statistics, make_norm
 from models.shape import Shape
@@ -45,6 +45,29 @@ class Block(nn.Module):
             return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL))
         x_BLD = self.norm1(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
         return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL)
+
+
+class MixerBlock(nn.Module):
+    """One layer that is the mixer alone, with a residual connection and a norm: no feed-forward.
+
+    Args:
+        shape: `norm`, `norm_kind` and `dropout` are read here.
+        mixer: of the layer.
+        tie_dropout: one dropout mask for all positions of a sequence.
+    """
+
+    def __init__(self, shape: Shape, mixer: nn.Module, *, tie_dropout: bool) -> None:
+        super().__init__()
+        self.pre_norm = shape.norm == "pre"
+        self.norm = make_norm(shape)
+        self.mixer = mixer
+        self.dropout = (TiedDropout if tie_dropout else Dropout)(shape.dropout)
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """x + mixer(norm(x)), or norm(x + mixer(x)); [B, L, D]."""
+        if self.pre_norm:
+            return x_BLD + self.dropout(self.mixer(self.norm(x_BLD, mask_BL), mask_BL))
+        return self.norm(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
 
 
 class Encoder(nn.Module):

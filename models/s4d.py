@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -19,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.convolution import long_convolution, sum_of_powers
-from models.dropout import Dropout
-from models.encoder import Block, Encoder
+from models.dropout import Dropout, TiedDropout
+from models.encoder import Block, Encoder, MixerBlock
 from models.layers import StackedLinear, check_causal
-from models.norm import make_norm
 from models.shape import Shape
 
 Init = Literal["legs", "lin", "inv"]
@@ -247,35 +247,6 @@ class S4DMixer(nn.Module):
         return self.finish(y_BCD.flatten(1)[:, None].to(x_B1D.dtype)), state
 
 
-class TiedDropout(Dropout):
-    """Dropout with one mask for all positions of a row."""
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """[B, L, D]."""
-        if not self.training or self.p == 0.0:
-            return x_BLD
-        return x_BLD * super().forward(torch.ones_like(x_BLD[:, :1]))
-
-
-class S4DBlock(nn.Module):
-    """The authors' layer: the mixer with a residual connection and a norm, no feed-forward."""
-
-    def __init__(self, shape: Shape, mixer: nn.Module) -> None:
-        super().__init__()
-        assert isinstance(mixer, S4DMixer)
-        self.pre_norm = shape.norm == "pre"
-        self.norm = make_norm(shape)
-        self.mixer = mixer
-        tied = mixer.options.tie_dropout
-        self.dropout = TiedDropout(shape.dropout) if tied else Dropout(shape.dropout)
-
-    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """x + mixer(norm(x)), or norm(x + mixer(x)); [B, L, D]."""
-        if self.pre_norm:
-            return x_BLD + self.dropout(self.mixer(self.norm(x_BLD, mask_BL), mask_BL))
-        return self.norm(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
-
-
 class S4DEncoder(Encoder):
     """Encoder with S4D layers.
 
@@ -349,5 +320,6 @@ class S4DEncoder(Encoder):
             bidirectional=bidirectional,
             tie_dropout=tie_dropout,
         )
-        make_block = Block if block == "shared" else S4DBlock
+        own = partial(MixerBlock, tie_dropout=tie_dropout)
+        make_block = Block if block == "shared" else own
         super().__init__(shape, lambda: S4DMixer(shape, options), make_block)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from models.classifier import Classifier
-from models.encoder import Encoder
+from models.encoder import Encoder, MixerBlock
 from models.s4d import (
-    S4DBlock,
     S4DEncoder,
     S4DKernel,
     S4DMixer,
@@ -143,7 +142,7 @@ def layer(case: Case) -> Result:
 def block(case: Case) -> Result:
     """A layer with its residual connection and its norm."""
     shape, options = shape_of(case), S4DOptions(**knobs(case.config))
-    model = case.build(lambda: S4DBlock(shape, S4DMixer(shape, options)))
+    model = case.build(lambda: MixerBlock(shape, S4DMixer(shape, options), tie_dropout=True))
     noted: dict[str, Tensor] = {}
     note(noted, model.mixer, "layer")
     mapped = mixer_params(case, "mixer.", "layer.") | norm_params(case, "norm", "norm.norm")

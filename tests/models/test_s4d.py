@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lra.training.optim import parameter_groups
 from models.classifier import Classifier
-from models.encoder import make_encoder
-from models.s4d import S4DBlock, S4DEncoder, S4DMixer, TiedDropout, initial_states
+from models.dropout import TiedDropout
+from models.encoder import MixerBlock, make_encoder
+from models.s4d import S4DEncoder, S4DMixer, initial_states
 from models.shape import Shape
 from tests.models.test_models import count_saved_bytes
 from tests.references.s4d import s4d_kernels, s4d_mixer
@@ -256,7 +257,7 @@ def test_parameters_that_learn_at_their_own_rate() -> None:
 def test_an_own_layer_is_a_mixer_with_a_residual_connection_and_a_norm(norm: Any) -> None:
     model = encoder(replace(SMALL, norm=norm, norm_kind="batch"), block="own").double().eval()
     block = model.blocks[0]
-    assert isinstance(block, S4DBlock)
+    assert isinstance(block, MixerBlock)
     assert {key.split(".")[0] for key, _ in block.named_parameters()} == {"norm", "mixer"}
     with torch.no_grad():
         block.norm.running_mean += 1.0
