@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch
 from lra.build import make_model, make_task, resolved
 from lra.cli import CONFIGS, compose_config, typed
 from lra.config import check, fill, load_target
+from lra.job import run_job
+from lra.plan import Reference
 from lra.results.papers import TASKS
 from models.classifier import Classifier
 from models.encoder import make_encoder
@@ -18,6 +21,8 @@ from tests.models.test_models import MODELS
 
 RECIPES = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
 NEWER = ("s4", "s5", "mega")
+PIXELS = ("image", "pathfinder", "pathx")
+SOFTMAX = {"_target_": "models.softmax.SoftmaxAttention", "causal": False}
 
 
 def composes(recipe: str, model: str, task: str) -> None:
@@ -32,7 +37,7 @@ def composes(recipe: str, model: str, task: str) -> None:
     assert (config.shape["input"] == "real") == is_real
 
 
-@pytest.mark.parametrize("recipe, model", product(RECIPES, MODELS))
+@pytest.mark.parametrize("recipe, model", list(product(RECIPES, MODELS)))
 def test_a_recipe_composes_for_every_model(recipe: str, model: str) -> None:
     position = RECIPES.index(recipe) + MODELS.index(model)
     composes(recipe, model, TASKS[position % len(TASKS)])  # all in turn; all of all is slow
@@ -108,3 +113,24 @@ def test_sizes_are_those_of_the_source(
         encoder = make_encoder(target, shape, **check(target, knobs, "model", ["shape"]))
         found = Classifier(encoder, shape, made.num_classes, made.num_sequences)
     assert sum(parameter.numel() for parameter in found.parameters()) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, model", list(product(NEWER, MODELS)))
+def test_a_few_steps_of_every_task(recipe: str, model: str, tmp_path: Path) -> None:
+    """Real steps, validation, test and a record, with one layer of the recipe's own sizes."""
+    for task in set(TASKS) - {"pathx"}:
+        words = [
+            f"recipe={recipe}", f"model={model}", f"task={task}", "task.source=synthetic",
+            "task.num_train=8", "task.num_val=4", "task.num_test=4", "shape.num_layers=1",
+            "train.num_steps=3", "train.batch_size=4", "train.warmup_steps=1", "train.eval_every=3",
+            *(f"paths.{name}={tmp_path / name}" for name in ("cache", "outputs", "results")),
+        ]  # fmt: skip
+        if task in ("listops", "text", "retrieval"):
+            words.append("task.max_length=96")
+        record = run_job(typed(compose_config(words)), words, Reference(None, SOFTMAX))
+        assert record.status in ("completed", "at_chance") and len(record.curve) == 1
+        assert record.protocol.options.get("input") == ("real" if task in PIXELS else None)
+        names = {group["name"] for group in record.groups}
+        slow = {"s4d": {"state", "input"}, "lru": {"state"}, "s5": {"state"}}.get(model, set())
+        assert recipe == "mega" or slow <= names
