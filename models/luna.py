@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from models.dropout import Dropout
 from models.encoder import Encoder
+from models.kernels import causal_sums
 from models.layers import FeedForward, StackedLinear, attend, check_causal, sinusoidal_table
 from models.norm import NoNorm, make_norm
 from models.shape import Shape
-
-CHUNK_LENGTH = 64  # of the causal form: balances work inside a chunk against that on its sums
 
 
 def split_heads(x_BLD: Tensor, num_heads: int) -> Tensor:
@@ -168,25 +167,12 @@ class CausalState:
 def causal_mean(x_BHLI: Tensor, y_BHLI: Tensor, z_BHLJ: Tensor) -> Tensor:
     """Row t (from 1) is x_t times the mean over s <= t of the outer products y_s z_s; [B, H, L, J].
 
-    Linear in time and memory: inside a chunk the products x_t . y_s are formed, and each chunk
-    starts from the sum of the outer products of those before it. Low precision adds up in float32.
+    Low precision divides and adds up in float32.
     """
-    dtype, length = x_BHLI.dtype, x_BHLI.shape[2]
-    work_dtype = torch.promote_types(dtype, torch.float32)
-    with torch.autocast(x_BHLI.device.type, enabled=False):
-        count_L1 = torch.arange(1, length + 1, dtype=work_dtype, device=x_BHLI.device)[:, None]
-        x_BHGCI, y_BHGCI, z_BHGCJ = (
-            rearrange(
-                F.pad(part.to(work_dtype), (0, 0, 0, -length % CHUNK_LENGTH)),
-                "b h (g c) i -> b h g c i",
-                c=CHUNK_LENGTH,
-            )
-            for part in (x_BHLI / count_L1, y_BHLI, z_BHLJ)
-        )
-        sum_BHGIJ = (y_BHGCI.mT @ z_BHGCJ).cumsum(dim=2)
-        before_BHGIJ = F.pad(sum_BHGIJ[:, :, :-1], (0, 0, 0, 0, 1, 0))
-        out_BHGCJ = (x_BHGCI @ y_BHGCI.mT).tril() @ z_BHGCJ + x_BHGCI @ before_BHGIJ
-    return rearrange(out_BHGCJ, "b h g c j -> b h (g c) j")[:, :, :length].to(dtype)
+    work_dtype = torch.promote_types(x_BHLI.dtype, torch.float32)
+    length, device = x_BHLI.shape[2], x_BHLI.device
+    count_L1 = torch.arange(1, length + 1, dtype=work_dtype, device=device)[:, None]
+    return causal_sums(x_BHLI / count_L1, y_BHLI, z_BHLJ).to(x_BHLI.dtype)
 
 
 class LunaCausalAttention(nn.Module):

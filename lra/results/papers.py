@@ -50,7 +50,13 @@ class Paper:
 
 PAPERS = (
     Paper("lra", "Long Range Arena (Tay et al. 2021, arXiv 2011.04006), Table 1",
-          ("LRA paper",), "lra", TASKS, {("Transformer", ""): ("softmax", {})}),
+          ("LRA paper",), "lra", TASKS,
+          {(name, ""): (model, {}) for name, model in {
+              "Transformer": "softmax", "Local Attention": "local", "Sparse Transformer": "sparse",
+              "Longformer": "longformer", "Linformer": "linformer", "Reformer": "reformer",
+              "Sinkhorn Transformer": "sinkhorn", "Synthesizer": "synthesizer",
+              "BigBird": "bigbird", "Linear Transformer": "linear", "Performer": "performer",
+          }.items()}),
     Paper("luna", "Luna (Ma et al. 2021, arXiv 2106.01540)", ("Luna paper",), "luna",
           AVERAGES["five"],
           {("Transformer", "re-implementation in Luna harness"): ("softmax", {}),
@@ -58,7 +64,9 @@ PAPERS = (
               for n in (16, 128, 256)}}, averages=("five", "without retrieval")),
     Paper("nystromformer", "Nyströmformer (Xiong et al. 2021, arXiv 2102.03902), Table 3",
           ("Nystromformer paper",), "nystromformer", AVERAGES["five"],
-          {("Transformer", ""): ("softmax", {}), ("Nystromformer", ""): ("nystromformer", {})}),
+          {("Transformer", ""): ("softmax", {}), ("Nystromformer", ""): ("nystromformer", {}),
+           ("Reformer", ""): ("reformer", {}), ("Linformer", ""): ("linformer", {}),
+           ("Performer", ""): ("performer", {})}),
     Paper("s4", "S4 (Gu et al. 2022, arXiv 2111.00396), Table 10; S4D (Gu et al. 2022, arXiv "
           "2206.11893); LRU (Orvieto et al. 2023, arXiv 2303.06349)",
           ("S4 paper", "S4D paper"), "s4", TASKS,

@@ -55,7 +55,7 @@ def model_for_sc(
     tokens = params[f"{embeddings}.word_embeddings.weight"]
     positions = params[f"{embeddings}.position_embeddings.weight"]
     pooling = POOLING[config["pooling_mode"]]
-    num_sequences = 2 if config["dual"] else 1
+    num_sequences = 2 if config.get("dual") else 1
     shape = Shape(
         vocab_size=config["vocab_size"],
         max_length=len(positions) - (pooling == "cls"),

@@ -15,11 +15,20 @@ import torch
 
 from tests.golden import (
     fastformer,
+    linear,
+    linformer,
+    lru,
     luna,
     mega,
     nystromformer,
+    patterns,
+    performer,
+    reformer,
     s4d,
+    s5,
+    sinkhorn,
     softmax,
+    synthesizer,
 )
 from tests.golden.case import Adapter, Case, Difference, compare
 
@@ -30,11 +39,23 @@ UNITS: dict[str, dict[str, Adapter]] = {
     "nystrom": nystromformer.UNITS,
     "fastformer": fastformer.UNITS,
     "s4d": s4d.UNITS,
+    "lru": lru.UNITS,
+    "s5": s5.UNITS,
     "mega": mega.UNITS,
+    "linear": linear.UNITS,
+    "performer": performer.UNITS,
+    "linformer": linformer.UNITS,
+    "local": patterns.LOCAL_UNITS,
+    "longformer": patterns.LONGFORMER_UNITS,
+    "bigbird": patterns.BIGBIRD_UNITS,
+    "sparse": patterns.SPARSE_UNITS,
+    "synthesizer": synthesizer.UNITS,
+    "sinkhorn": sinkhorn.UNITS,
+    "reformer": reformer.UNITS,
 }
 # Files of faults that no option has and no published number depends on, by their stem, with why.
-LEFT_OUT: dict[str, str] = {}
-FOLDERS = ("golden", "golden_more/state_space", "golden_more/mega")  # beside the repository
+LEFT_OUT = patterns.LEFT_OUT | synthesizer.LEFT_OUT | sinkhorn.LEFT_OUT
+FOLDERS = ("golden", "golden_more")  # beside the repository
 
 
 def golden_dirs(config: pytest.Config) -> list[Path]:

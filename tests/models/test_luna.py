@@ -11,7 +11,8 @@ from torch import Tensor
 
 from models.classifier import Classifier
 from models.encoder import make_encoder
-from models.luna import CHUNK_LENGTH, LunaAttention, LunaCausalAttention, LunaEncoder, causal_mean
+from models.kernels import CHUNK_LENGTH
+from models.luna import LunaAttention, LunaCausalAttention, LunaEncoder, causal_mean
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
 from tests.models.test_models import count_saved_bytes, largest_difference

@@ -28,11 +28,25 @@ from models.layers import attend, sinusoidal_table
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
 from tests.references.fastformer import fastformer_attention
+from tests.references.linear import linear_attention
+from tests.references.linformer import linformer_attention
+from tests.references.lru import lru
 from tests.references.luna import luna_encoder
 from tests.references.mega import mega_attention
 from tests.references.nystromformer import nystrom_attention
+from tests.references.patterns import (
+    bigbird_attention,
+    local_attention,
+    longformer_attention,
+    sparse_attention,
+)
+from tests.references.performer import performer_attention
+from tests.references.reformer import reformer_attention
 from tests.references.s4d import s4d_mixer
+from tests.references.s5 import s5
+from tests.references.sinkhorn import sinkhorn_attention
 from tests.references.softmax import softmax_attention
+from tests.references.synthesizer import synthesizer_attention
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "model"
@@ -69,7 +83,19 @@ REFERENCES: dict[str, Reference] = {
     "nystromformer": naive_mixers(nystrom_attention),
     "fastformer": naive_mixers(fastformer_attention),
     "s4d": naive_mixers(s4d_mixer),
+    "lru": naive_mixers(lru),
+    "s5": naive_mixers(s5),
     "mega": naive_mixers(mega_attention),
+    "linear": naive_mixers(linear_attention),
+    "performer": naive_mixers(performer_attention),
+    "linformer": naive_mixers(linformer_attention),
+    "local": naive_mixers(local_attention),
+    "longformer": naive_mixers(longformer_attention),
+    "bigbird": naive_mixers(bigbird_attention),
+    "sparse": naive_mixers(sparse_attention),
+    "synthesizer": naive_mixers(synthesizer_attention),
+    "sinkhorn": naive_mixers(sinkhorn_attention),
+    "reformer": naive_mixers(reformer_attention),
 }
 # Parameters of the classifier in Nystromformer's ListOps sizes (`LISTOPS`).
 NUM_PARAMS = {
@@ -78,24 +104,43 @@ NUM_PARAMS = {
     "nystromformer": 209_942,
     "fastformer": 210_314,
     "s4d": 226_186,
+    "lru": 209_866,
+    "s5": 209_738,
     "mega": 227_272,
+    "linear": 209_802,
+    "performer": 209_802,
+    "linformer": 226_186,
+    "local": 209_802,
+    "longformer": 234_762,
+    "bigbird": 209_802,
+    "sparse": 209_802,
+    "synthesizer": 225_930,
+    "sinkhorn": 209_802,
+    "reformer": 201_226,
 }
-QUADRATIC = {"softmax"}
-SUPERLINEAR_WORK: set[str] = set()  # in linear memory
-HEADLESS = {"s4d", "mega"}  # whose results do not depend on the number of heads
+QUADRATIC = {"softmax", "synthesizer"}
+SUPERLINEAR_WORK = {"sparse"}  # in linear memory
+HEADLESS = {"s4d", "lru", "s5", "mega"}  # whose results do not depend on the number of heads
 CAUSAL: set[str] = set()  # models whose first position sees nothing else, so cannot be pooled alone
 BY_TRANSFORM = {"s4d", "mega"}  # whose sums over positions round with what comes later
 # Parameters of the last layer that the class token, which reads by others, does not need.
-UNREAD: dict[tuple[str, str], str] = {}
+UNREAD = {("longformer", "cls"): "blocks.1.mixer.qkv"}
 # Smaller than in the config, so that short rows, which are quick to test, take the whole path; and
 # both directions, since in one the first position sees nothing else.
 KNOBS: dict[str, dict[str, Any]] = {
     "nystromformer": {"num_landmarks": 8, "conv_kernel_size": 5},
     "s4d": {"state_size": 8},
+    "lru": {"bidirectional": True},
     "mega": {"chunk_size": 8},
+    "local": {"window": 17},
+    "longformer": {"window": 18, "num_global": 2},
+    "bigbird": {"block_size": 4, "num_random": 2},
+    "sparse": {"block_size": 5, "num_summary": 2},
+    "sinkhorn": {"block_size": 8},
+    "reformer": {"chunk_length": 6},
 }
 # And those of the config where long rows are tested.
-LONG_KNOBS: dict[str, dict[str, Any]] = {}
+LONG_KNOBS: dict[str, dict[str, Any]] = {"sinkhorn": {"block_size": 64}}
 
 SMALL = Shape(
     vocab_size=12,

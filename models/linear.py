@@ -1,0 +1,101 @@
+"""Linear Transformer: attention with the features elu(x) + 1 of queries and keys, linear in length.
+
+Source: Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236, section 3; the small number in
+the divisor is that of the Long Range Arena's code.
+Shapes: B batch, L length, D d_model, H heads, K head dim, J = K + 1, T = 3 for query, key, value.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from models.kernels import causal_sums, with_count
+from models.layers import StackedLinear, check_causal
+from models.shape import Shape
+
+EPSILON = 1e-6  # added to the sum of weights
+
+
+class LinearAttention(nn.Module):
+    """The mixer: sum_j w_ij v_j / sum_j w_ij with w_ij = phi(q_i) . phi(k_j), phi(x) = elu(x) + 1.
+
+    Queries and keys are not scaled. Sums run over real tokens, in float32 or wider also under
+    autocast; a row of padding only mixes to zero. There are no weights to drop, so attention
+    dropout does not act.
+
+    Args:
+        shape: heads, widths, `attention_bias` and `max_length` are read here.
+        normalize: divide by the sum of weights. False divides by the square root of
+            `shape.max_length` alone, as the LRA code of Nystromformer, which pads every row to that
+            length. (It is meant to be the head's width there, but the wrong axis is measured.)
+        causal: position t sees positions 0 .. t only.
+
+    Raises:
+        ValueError: causal together with a pooling that reads the first position.
+    """
+
+    def __init__(self, shape: Shape, *, normalize: bool = True, causal: bool = False) -> None:
+        super().__init__()
+        check_causal(shape, causal)
+        self.num_heads = shape.num_heads
+        self.head_dim = shape.attention_head_dim
+        self.max_length = shape.max_length
+        self.normalize = normalize
+        self.causal = causal
+        width = shape.num_heads * shape.attention_head_dim
+        self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
+        self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Mix tokens; padding is read by nobody. [B, L, D]."""
+        y_BHLK = self.attend(self._project(x_BLD), mask_BL)
+        return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
+
+    def attend(self, qkv_TBHLK: Tensor, mask_BL: Tensor) -> Tensor:
+        """Attention between the linear maps; [B, H, L, K]."""
+        with torch.autocast(qkv_TBHLK.device.type, enabled=False):
+            q_BHLK, k_BHLK, v_BHLJ = self._features(qkv_TBHLK, mask_BL)
+            if self.causal:
+                sum_BHLJ = causal_sums(q_BHLK, k_BHLK, v_BHLJ)
+            else:
+                sum_BHLJ = q_BHLK @ (k_BHLK.mT @ v_BHLJ)
+            return self._divide(sum_BHLJ).to(qkv_TBHLK.dtype)
+
+    def start(self, batch_size: int) -> Tensor:
+        """State before the first position: the sum of outer products of features and values."""
+        weight = self.qkv.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        size = batch_size, self.num_heads, self.head_dim, self.head_dim + 1
+        return torch.zeros(size, dtype=dtype, device=weight.device)
+
+    def step(self, x_B1D: Tensor, state_BHKJ: Tensor) -> tuple[Tensor, Tensor]:
+        """The next position alone, of causal attention; [B, 1, D] and the state after it."""
+        qkv_TBH1K = self._project(x_B1D)
+        with torch.autocast(x_B1D.device.type, enabled=False):
+            mask_B1 = torch.ones(x_B1D.shape[:2], dtype=torch.bool, device=x_B1D.device)
+            q_BH1K, k_BH1K, v_BH1J = self._features(qkv_TBH1K, mask_B1)
+            state_BHKJ = state_BHKJ + k_BH1K.mT @ v_BH1J
+            y_BH1K = self._divide(q_BH1K @ state_BHKJ).to(qkv_TBH1K.dtype)
+        return self.out(rearrange(y_BH1K, "b h l k -> b l (h k)")), state_BHKJ
+
+    def _project(self, x_BLD: Tensor) -> Tensor:
+        return rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)
+
+    def _features(self, qkv_TBHLK: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.promote_types(qkv_TBHLK.dtype, torch.float32)
+        q_BHLK, k_BHLK, v_BHLK = qkv_TBHLK.to(dtype)
+        return elu_plus_one(q_BHLK), elu_plus_one(k_BHLK), with_count(v_BHLK, mask_BL)
+
+    def _divide(self, sum_BHLJ: Tensor) -> Tensor:
+        if not self.normalize:
+            return sum_BHLJ[..., :-1] / math.sqrt(self.max_length)
+        return sum_BHLJ[..., :-1] / (sum_BHLJ[..., -1:] + EPSILON)
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """x + 1 above 0, exp(x) below, which keeps small numbers that elu(x) + 1 would round to 0."""
+    return x.clamp(max=0.0).exp() + x.relu()
