@@ -9,6 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --edita
 EXTRAS ?= dev,tables,hub,wandb,tensorboard,parallel,slurm,tune,bench
 TASK ?= listops
 HARDWARE ?= cpu
+MODELS ?= $(shell sed -n 's/^_target_: models\.\([a-z0-9_]*\)\..*/\1/p' configs/model/*.yaml | paste -sd, -)
 
 .PHONY: help setup run test test-slow test-mutants lint data sweep tables tables-check bench bench-check
 .DEFAULT_GOAL := help
@@ -72,9 +73,8 @@ tables: $(CORE)  ## records -> leaderboard, paper tables, figures, report page
 tables-check: $(CORE)  ## fail if a table, figure or page is not what the records say
 	$(BIN)/python scripts/make_tables.py --check
 
-sweep: $(CORE)  ## all models, three seeds, resumable; TASK=listops HARDWARE=cpu unless given
-	$(BIN)/python run.py -m model=softmax,luna,nystromformer,fastformer,s4d,lru,s5,mega task=$(TASK) \
-		hardware=$(HARDWARE) seed=0,1,2
+sweep: $(CORE)  ## all models or MODELS=luna,s4d, three seeds, resumable; TASK=listops HARDWARE=cpu
+	$(BIN)/python run.py -m model=$(MODELS) task=$(TASK) hardware=$(HARDWARE) seed=0,1,2
 
 bench: $(CORE)  ## speed and memory by length, all models, into results/benchmarks/
 	$(BIN)/python scripts/benchmark.py
