@@ -4,7 +4,8 @@ LRU and S5 differ in how decay and input map come from their parameters; all els
 numbers are stored as two planes, real and imaginary parts, on a first axis of 2.
 
 Shapes: B batch, L length, R = B L rows, D d_model, N complex states, P = 2 N planes of states, real
-parts first, G chunks of S positions in all rows. `mask` is bool, True = real token.
+parts first, Q = P planes or 2 P, those of the way back last; G chunks of S positions, of one
+sequence or of all. `mask` is bool, True = real token.
 """
 
 from __future__ import annotations
@@ -18,98 +19,172 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.dropout import Dropout
-from models.encoder import Block, Encoder
+from models.dropout import Dropout, TiedDropout
+from models.encoder import Block, Encoder, MixerBlock
 from models.layers import StackedLinear, check_causal
-from models.norm import BatchNorm, NoNorm, RMSNorm, ScaleNorm, make_norm
+from models.norm import BatchNorm, NoNorm, RMSNorm, ScaleNorm
 from models.shape import Shape
 
 CHUNK_LENGTH = 32  # of the scan: work per position grows with it, the number of passes shrinks
 Gate = Literal["full_glu", "half_glu1", "half_glu2", "gelu"]
 
 
-def scan(u_2NBL: Tensor, decay_N: Tensor, *, reverse: bool = False) -> Tensor:
+def scan(
+    u_2NBL: Tensor, decay_N: Tensor, *, reverse: bool = False, out: Tensor | None = None
+) -> Tensor:
     """h_t = decay h_{t-1} + u_t from h_{-1} = 0, or h_t = decay h_{t+1} + u_t; [2, N, B, L].
 
-    `decay_N` is complex, best complex128 whatever the dtype of u, which is computed in float32 or
-    wider. Only h is kept for the gradient, so memory and work are linear in L.
+    Inside chunks by matrices of powers, one for each state; the last states of all chunks are a
+    shorter recurrence. Work is linear in L, and the number of operations nearly independent of it.
+    No gradient flows through: `run_system` has its own. `u_2NBL` is float32 or float64, `decay_N`
+    complex, best complex128, since an error of the decay grows with every power.
     """
-    dtype = torch.promote_types(u_2NBL.dtype, torch.float32)
-    h_2NBL: Tensor = _Scan.apply(u_2NBL.to(dtype), decay_N, reverse)
-    return h_2NBL
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, u_2NBL: Tensor, decay_N: Tensor, reverse: bool) -> Tensor:
-        h_2NBL = _scan(u_2NBL, decay_N, reverse)
-        ctx.save_for_backward(h_2NBL, decay_N)
-        ctx.reverse = reverse
-        return h_2NBL
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dh_2NBL: Tensor) -> tuple[Tensor, Tensor | None, None]:  # type: ignore[override]
-        h_2NBL, decay_N = ctx.saved_tensors
-        # What h_t gives to the loss itself and by way of all later states is again such a sum.
-        du_2NBL = _scan(dh_2NBL, decay_N.conj(), not ctx.reverse)
-        if not ctx.needs_input_grad[1]:
-            return du_2NBL, None, None
-        before, after = slice(None, -1), slice(1, None)
-        if ctx.reverse:
-            before, after = after, before
-        with torch.autocast(dh_2NBL.device.type, enabled=False):
-            # Sum of conj(h_{t-1}) du_t, by planes: rows of h, columns of du.
-            product_N22 = (
-                h_2NBL[..., before].permute(1, 2, 0, 3) @ du_2NBL[..., after].permute(1, 2, 3, 0)
-            ).sum(dim=1)
-        ddecay_N = torch.complex(
-            product_N22[:, 0, 0] + product_N22[:, 1, 1], product_N22[:, 0, 1] - product_N22[:, 1, 0]
-        )
-        return du_2NBL, ddecay_N.to(decay_N.dtype), None
-
-
-def _scan(u_2NBL: Tensor, decay_N: Tensor, reverse: bool) -> Tensor:
-    """`scan` without gradient: inside chunks by matrices of powers, across chunks by itself."""
     num_states, batch_size, length = u_2NBL.shape[1:]
     width = min(length, CHUNK_LENGTH)
     num_chunks = -(-length // width)
-    # In double precision, since an error of the decay grows with every power.
+    if num_chunks * width != length:
+        whole_2NBL = F.pad(u_2NBL, (0, num_chunks * width - length))
+        h_2NBL = scan(whole_2NBL, decay_N, reverse=reverse)[..., :length]
+        return h_2NBL if out is None else out.copy_(h_2NBL)
+
     decay_N1 = decay_N.to(torch.complex128)[:, None]
     power_NS = torch.cat([torch.ones_like(decay_N1), decay_N1.expand(-1, width)], dim=1).cumprod(1)
-    lag_SS = torch.arange(width, device=u_2NBL.device)
-    lag_SS = lag_SS[None, :] - lag_SS[:, None]
-    carry_power_NS = power_NS[:, 1:]
+    step_S = torch.arange(width, device=u_2NBL.device)
+    lag_SS = step_S[None, :] - step_S[:, None]  # from the row's step to the column's
+    carry_NS = power_NS[:, 1:]  # what becomes of a state that stands before a chunk
     if reverse:
-        lag_SS, carry_power_NS = -lag_SS, carry_power_NS.flip(1)
-    matrix_NSS = power_NS[:, lag_SS.clamp(min=0)] * (lag_SS >= 0)
-    real_NSS, imag_NSS = (part.to(u_2NBL.dtype) for part in (matrix_NSS.real, matrix_NSS.imag))
+        lag_SS, carry_NS = -lag_SS, carry_NS.flip(1)
+    map_NSS = power_NS[:, lag_SS.clamp(min=0)] * (lag_SS >= 0)
+    real_NSS, imag_NSS = (part.to(u_2NBL.dtype) for part in (map_NSS.real, map_NSS.imag))
 
-    if num_chunks * width != length:
-        u_2NBL = F.pad(u_2NBL, (0, num_chunks * width - length))
-    u_2NBGS = u_2NBL.reshape(2, num_states, -1, width)
-    h_2NBGS = torch.empty_like(u_2NBGS)
+    h_2NBL = torch.empty_like(u_2NBL) if out is None else out
+    u_2NGS, h_2NGS = (x.unflatten(3, (-1, width)).flatten(2, 3) for x in (u_2NBL, h_2NBL))
     with torch.autocast(u_2NBL.device.type, enabled=False):
-        torch.bmm(u_2NBGS[0], real_NSS, out=h_2NBGS[0])
-        h_2NBGS[0].baddbmm_(u_2NBGS[1], imag_NSS, alpha=-1)
-        torch.bmm(u_2NBGS[0], imag_NSS, out=h_2NBGS[1])
-        h_2NBGS[1].baddbmm_(u_2NBGS[1], real_NSS)
+        torch.bmm(u_2NGS[0], real_NSS, out=h_2NGS[0])
+        h_2NGS[0].baddbmm_(u_2NGS[1], imag_NSS, alpha=-1)
+        torch.bmm(u_2NGS[0], imag_NSS, out=h_2NGS[1])
+        h_2NGS[1].baddbmm_(u_2NGS[1], real_NSS)
         if num_chunks > 1:
-            # The last states of all chunks are a shorter recurrence with a smaller decay.
-            last_2NBG = h_2NBGS[..., 0 if reverse else -1].reshape(2, num_states, batch_size, -1)
-            last_2NBG = _scan(last_2NBG, power_NS[:, -1], reverse)
-            if reverse:
-                carry_2NBG = F.pad(last_2NBG[..., 1:], (0, 1))
-            else:
-                carry_2NBG = F.pad(last_2NBG[..., :-1], (1, 0))
-            carry_NG2 = carry_2NBG.flatten(2).permute(1, 2, 0).contiguous()
-            real_NS, imag_NS = (
-                part.to(u_2NBL.dtype) for part in (carry_power_NS.real, carry_power_NS.imag)
+            last_2NBG = h_2NGS[..., 0 if reverse else -1].unflatten(2, (batch_size, num_chunks))
+            last_2NBG = scan(last_2NBG.contiguous(), power_NS[:, -1], reverse=reverse)
+            before_2NBG = (
+                F.pad(last_2NBG[..., 1:], (0, 1)) if reverse else F.pad(last_2NBG[..., :-1], (1, 0))
             )
-            h_2NBGS[0].baddbmm_(carry_NG2, torch.stack([real_NS, -imag_NS], dim=1))
-            h_2NBGS[1].baddbmm_(carry_NG2, torch.stack([imag_NS, real_NS], dim=1))
-    h_2NBL = h_2NBGS.view(2, num_states, batch_size, num_chunks * width)
-    return h_2NBL[..., :length].contiguous()
+            before_NG2 = before_2NBG.flatten(2).permute(1, 2, 0).contiguous()
+            real_NS, imag_NS = (part.to(u_2NBL.dtype) for part in (carry_NS.real, carry_NS.imag))
+            h_2NGS[0].baddbmm_(before_NG2, torch.stack([real_NS, -imag_NS], dim=1))
+            h_2NGS[1].baddbmm_(before_NG2, torch.stack([imag_NS, real_NS], dim=1))
+    return h_2NBL
+
+
+@torch.compiler.disable  # compiled code has no complex numbers, and no results in strided memory
+def run_system(
+    x_BLD: Tensor,
+    mask_BL: Tensor,
+    decay_N: Tensor,
+    input_PD: Tensor,
+    output_QD: Tensor,
+    skip_D: Tensor,
+) -> Tensor:
+    """y_t = output h_t + skip x_t over h_t = decay h_{t-1} + input x_t, x zero at padding.
+
+    With Q = 2 P the second half of the output map reads a second run, from the end to the start.
+    All are float32 or all float64 but for the complex decay. Kept for the gradient are x and the
+    states. [B, L, D].
+    """
+    y_BLD: Tensor = _System.apply(x_BLD, mask_BL, decay_N, input_PD, output_QD, skip_D)
+    return y_BLD
+
+
+class _System(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_BLD: Tensor,
+        mask_BL: Tensor,
+        decay_N: Tensor,
+        input_PD: Tensor,
+        output_QD: Tensor,
+        skip_D: Tensor,
+    ) -> Tensor:
+        batch_size, length = mask_BL.shape
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            x_RD = rows_of_chunks(x_BLD * mask_BL[..., None])
+            u_PR = times_rows(input_PD, x_RD)
+            h_QR = new_planes(len(output_QD), x_RD)
+            for h_PR, reverse in directions(h_QR, len(u_PR)):
+                u_2NBL, h_2NBL = (by_state(part, batch_size) for part in (u_PR, h_PR))
+                scan(u_2NBL, decay_N, reverse=reverse, out=h_2NBL)
+            y_RD = (x_RD * skip_D).addmm_(h_QR.mT, output_QD)
+        ctx.save_for_backward(x_RD, h_QR, mask_BL, decay_N, input_PD, output_QD, skip_D)
+        return y_RD.unflatten(0, (batch_size, -1))[:, :length].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BLD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_RD, h_QR, mask_BL, decay_N, input_PD, output_QD, skip_D = ctx.saved_tensors
+        batch_size, length = mask_BL.shape
+        with torch.autocast(dy_BLD.device.type, enabled=False):
+            dy_RD = rows_of_chunks(dy_BLD)
+            dh_QR = times_rows(output_QD, dy_RD)
+            # A state enters the loss itself and by way of all later ones: a scan back in time.
+            g_QR, ddecay_N = new_planes(len(output_QD), dy_RD), torch.zeros_like(decay_N)
+            for (h_PR, reverse), (dh_PR, _), (g_PR, _) in zip(
+                *(directions(planes, len(input_PD)) for planes in (h_QR, dh_QR, g_QR)), strict=True
+            ):
+                h_2NBL, dh_2NBL, g_2NBL = (by_state(z, batch_size) for z in (h_PR, dh_PR, g_PR))
+                scan(dh_2NBL, decay_N.conj(), reverse=not reverse, out=g_2NBL)
+                ddecay_N += correlate(h_2NBL, g_2NBL, reverse)
+            du_PR = g_PR if len(g_QR) == len(g_PR) else g_QR[: len(g_PR)].add_(g_PR)
+            dx_RD = (dy_RD * skip_D).addmm_(du_PR.mT, input_PD)
+            dx_BLD = dx_RD.unflatten(0, (batch_size, -1))[:, :length].mul_(mask_BL[..., None])
+            dinput_PD, doutput_QD = du_PR @ x_RD, h_QR @ dy_RD
+            dskip_D = (dy_RD * x_RD).sum(dim=0)
+        return dx_BLD, None, ddecay_N, dinput_PD, doutput_QD, dskip_D
+
+
+def rows_of_chunks(x_BLD: Tensor) -> Tensor:
+    """All positions as rows; zeros behind a sequence make its length whole chunks. [R, D]."""
+    length = x_BLD.shape[1]
+    if length > CHUNK_LENGTH and length % CHUNK_LENGTH:
+        x_BLD = F.pad(x_BLD, (0, 0, 0, -length % CHUNK_LENGTH))
+    return x_BLD.flatten(0, 1)
+
+
+def new_planes(num_planes: int, x_RD: Tensor) -> Tensor:
+    """Memory for [P, R]. Planes a power of two apart would share a few lines of the caches."""
+    return x_RD.new_empty(num_planes, len(x_RD) + 16)[:, : len(x_RD)]
+
+
+def times_rows(map_PD: Tensor, x_RD: Tensor) -> Tensor:
+    """map x^T in memory of its own; [P, R]."""
+    return torch.mm(map_PD, x_RD.mT, out=new_planes(len(map_PD), x_RD))
+
+
+def directions(h_QR: Tensor, num_planes: int) -> list[tuple[Tensor, bool]]:
+    """The planes [P, R] of each run, and whether it goes from the end to the start."""
+    return list(zip(h_QR.split(num_planes), (False, True), strict=False))
+
+
+def by_state(h_PR: Tensor, batch_size: int) -> Tensor:
+    """[P, R] as [2, N, B, L]."""
+    return h_PR.unflatten(1, (batch_size, -1)).unflatten(0, (2, -1))
+
+
+def correlate(h_2NBL: Tensor, g_2NBL: Tensor, reverse: bool) -> Tensor:
+    """Gradient of the decay: of all positions the sum of conj(h_{t-1}) g_t; [N], complex."""
+    if reverse:
+        return correlate(g_2NBL, h_2NBL, False).conj()
+    # All sequences in one row, less the products across the seams.
+    product_N22 = outer_sums(h_2NBL.flatten(2)[..., :-1], g_2NBL.flatten(2)[..., 1:])
+    product_N22 -= outer_sums(h_2NBL[..., :-1, -1], g_2NBL[..., 1:, 0])
+    (re_re, re_im), (im_re, im_im) = product_N22.permute(1, 2, 0)
+    return torch.complex(re_re + im_im, re_im - im_re)
+
+
+def outer_sums(h_2NR: Tensor, g_2NR: Tensor) -> Tensor:
+    """Sums over R of the products of each plane of h with each of g; [N, 2, 2]."""
+    return torch.bmm(h_2NR.transpose(0, 1), g_2NR.permute(1, 2, 0))
 
 
 class DiagonalSystem(nn.Module):
@@ -144,19 +219,20 @@ class DiagonalSystem(nn.Module):
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Run over a sequence; padding counts as zeros. [B, L, D]."""
-        batch_size, length = mask_BL.shape
         dtype = torch.promote_types(x_BLD.dtype, torch.float32)
         decay_N, input_ND = self.decay_and_input()
-        x_RD = (x_BLD.to(dtype) * mask_BL[..., None].to(dtype)).flatten(0, 1)
-        # Time is last in memory, as the scan wants it, which costs the two products nothing.
-        u_PR = join_planes(input_ND).to(dtype) @ x_RD.mT
-        u_2NBL = u_PR.view(2, self.num_states, batch_size, length)
-        y_RD = scan(u_2NBL, decay_N).view(u_PR.shape).mT @ self.output_map(self.C)
+        maps = [self.output_map(self.C)]
         if self.backward_C is not None:
-            h_PR = scan(u_2NBL, decay_N, reverse=True).view(u_PR.shape)
-            y_RD = torch.addmm(y_RD, h_PR.mT, self.output_map(self.backward_C))
-        y_RD = torch.addcmul(y_RD, x_RD, self.D.to(dtype))
-        return y_RD.view(x_BLD.shape).to(x_BLD.dtype)
+            maps.append(self.output_map(self.backward_C))
+        y_BLD = run_system(
+            x_BLD.to(dtype),
+            mask_BL,
+            decay_N,
+            join_planes(input_ND).to(dtype),
+            torch.cat(maps).to(dtype),
+            self.D.to(dtype),
+        )
+        return y_BLD.to(x_BLD.dtype)
 
     def start(self, batch_size: int) -> Tensor:
         """State before the first position; [2, N, B].
@@ -181,28 +257,18 @@ class DiagonalSystem(nn.Module):
         turned_2NB = torch.stack([-state_2NB[1], state_2NB[0]])  # times i
         u_2NB = (join_planes(input_ND).to(dtype) @ x_BD.mT).view_as(state_2NB)
         state_2NB = u_2NB + real_N1 * state_2NB + imag_N1 * turned_2NB
-        y_BD = state_2NB.flatten(0, 1).mT @ self.output_map(self.C) + self.D.to(dtype) * x_BD
+        y_BD = state_2NB.flatten(0, 1).mT @ self.output_map(self.C).to(dtype)
+        y_BD = y_BD + self.D.to(dtype) * x_BD
         return y_BD[:, None].to(x_B1D.dtype), state_2NB
 
     def output_map(self, C_2DN: Tensor) -> Tensor:
         """Re(C h), times `output_scale`, as one real map of the planes of h; [P, D]."""
-        C_DP = torch.cat([C_2DN[0], -C_2DN[1]], dim=1)
-        return self.output_scale * C_DP.mT.to(torch.promote_types(C_2DN.dtype, torch.float32))
+        return self.output_scale * torch.cat([C_2DN[0], -C_2DN[1]], dim=1).mT
 
 
 def join_planes(x_ND: Tensor) -> Tensor:
     """A complex matrix as a real one, [P, D]."""
     return torch.cat([x_ND.real, x_ND.imag])
-
-
-class TiedDropout(Dropout):
-    """Dropout with one mask for all positions of a sequence."""
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Same shape and dtype."""
-        if not self.training or self.p == 0.0:
-            return x_BLD
-        return x_BLD * super().forward(torch.ones_like(x_BLD[:, :1]))
 
 
 class GatedRecurrence(nn.Module):
@@ -260,23 +326,6 @@ class GatedRecurrence(nn.Module):
         return (z_BLD if self.gate == "half_glu1" else v_BLD) * self.out(z_BLD).sigmoid()
 
 
-class RecurrentBlock(nn.Module):
-    """A layer as LRU and S5 have it: the mixer with a residual connection and a norm, no more."""
-
-    def __init__(self, shape: Shape, mixer: nn.Module, *, tie_dropout: bool) -> None:
-        super().__init__()
-        self.pre_norm = shape.norm == "pre"
-        self.norm = make_norm(shape)
-        self.mixer = mixer
-        self.dropout = (TiedDropout if tie_dropout else Dropout)(shape.dropout)
-
-    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """[B, L, D]."""
-        if self.pre_norm:
-            return x_BLD + self.dropout(self.mixer(self.norm(x_BLD, mask_BL), mask_BL))
-        return self.norm(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
-
-
 class RecurrentEncoder(Encoder):
     """Encoder of diagonal recurrences: what the options of LRU and S5 have in common.
 
@@ -285,7 +334,7 @@ class RecurrentEncoder(Encoder):
         mixer: makes one mixer.
         bidirectional: whether its system runs both ways.
         causal: refuses what lets a token see later ones.
-        block: shared: mixer and feed-forward, as every model; own: `RecurrentBlock`, and no norm
+        block: shared: mixer and feed-forward, as every model; own: `MixerBlock`, and no norm
             behind the last one.
         tie_dropout: of the own block.
         norm_eps: added to the variance in every norm.
@@ -320,7 +369,7 @@ class RecurrentEncoder(Encoder):
                 f"model.bidirectional=false with shape.pooling={shape.pooling}: the first position "
                 "would see only itself; set model.bidirectional=true or another shape.pooling"
             )
-        own = partial(RecurrentBlock, tie_dropout=tie_dropout)
+        own = partial(MixerBlock, tie_dropout=tie_dropout)
         super().__init__(shape, mixer, Block if block == "shared" else own)
         if block == "own":
             self.norm = NoNorm()

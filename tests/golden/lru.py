@@ -180,8 +180,8 @@ def recurrence_alone(case: Case) -> Result:
     states: list[Tensor] = []
     unpatched = recurrence.scan
 
-    def keep(*args: Any) -> Tensor:
-        states.append(unpatched(*args))
+    def keep(*args: Any, **knobs: Any) -> Tensor:
+        states.append(unpatched(*args, **knobs))
         return states[-1]
 
     with mock.patch.object(recurrence, "scan", keep):

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.classifier import Classifier
-from models.encoder import Block
+from models.dropout import TiedDropout
+from models.encoder import Block, MixerBlock
 from models.lru import LRU, LRUEncoder, ring
 from models.norm import BatchNorm, NoNorm
-from models.recurrence import GatedRecurrence, RecurrentBlock, TiedDropout
+from models.recurrence import GatedRecurrence
 from models.shape import Shape
 from tests.references.lru import lru
 
@@ -136,7 +137,7 @@ def test_own_layers_are_the_mixer_with_one_norm(norm: Any) -> None:
     mask_BL = torch.arange(20) < torch.tensor([[20], [11], [4]])
     x_BLD = model.embedding(tokens_BL, mask_BL)
     for block in model.blocks:
-        assert isinstance(block, RecurrentBlock) and isinstance(block.norm, BatchNorm)
+        assert isinstance(block, MixerBlock) and isinstance(block.norm, BatchNorm)
         if norm == "pre":
             x_BLD = x_BLD + block.mixer(block.norm(x_BLD, mask_BL), mask_BL)
         else:
