@@ -143,16 +143,16 @@ def moving_sums(x_BLD: Tensor, weight_EN: Tensor, decay_EN: Tensor) -> Tensor:
     block, num_averages = AVERAGE_BLOCK, weight_EN.shape[1]
     with torch.autocast("cpu", enabled=False):
         padded_BLD = F.pad(x_BLD.to(weight_EN.dtype), (0, 0, 0, -length % block))
-        power_EN1I = powers(decay_EN, block + 1)
-        now, later = power_EN1I[..., :-1], power_EN1I[..., 1:]
+        power_ENI = powers(decay_EN, block + 1)  # one more, for the step to the next block
+        now, later = power_ENI[..., :-1], power_ENI[..., 1:]
         tap_EI, later = (weight_EN[..., None] * now).sum(dim=1), weight_EN[..., None] * later
         # Of each direction. What looks ahead runs the other way.
         (tap_DI, *ahead_DI), (now, *now_ahead), (later, *later_ahead) = (
             x.split(width) for x in (tap_EI, now, later)
         )
-        lags = torch.cat([torch.zeros_like(tap_DI[:, 1:]), tap_DI], dim=1)
-        for ahead in ahead_DI:
-            lags = lags + F.pad(ahead.flip(1), (0, block - 1))
+        lags = F.pad(tap_DI, (block - 1, 0))
+        for tap_DI in ahead_DI:
+            lags = lags + F.pad(tap_DI.flip(1), (0, block - 1))
         # In a block from input to output, from input to average, and from average to output.
         inside_DII = lags.unfold(1, block, 1).flip(1)
         enter_DMI = torch.cat([now.flip(2), *now_ahead], dim=1)
@@ -160,12 +160,14 @@ def moving_sums(x_BLD: Tensor, weight_EN: Tensor, decay_EN: Tensor) -> Tensor:
         x_DXI = _Transpose.apply(padded_BLD.flatten(0, 1)).unflatten(1, (-1, block))
         y_DXJ = torch.bmm(x_DXI, torch.cat([inside_DII, enter_DMI.mT], dim=2))
         sum_KBDM = y_DXJ[..., block:].unflatten(1, (batch_size, -1)).permute(2, 1, 0, 3)
-        back, *ahead = zip(
-            sum_KBDM.split(num_averages, dim=3), power_EN1I[..., -1].split(width), strict=True
+        parts = zip(
+            sum_KBDM.split(num_averages, dim=3), power_ENI[..., -1].split(width), strict=True
         )
-        state = [_Carry.apply(*back)]
-        state += [_Carry.apply(sums.flip(0), decay_DN).flip(0) for sums, decay_DN in ahead]
-        state_DXM = torch.cat(state, dim=3).permute(2, 1, 0, 3).flatten(1, 2)
+        states = [
+            _Carry.apply(sums.flip(0), decay_DN).flip(0) if ahead else _Carry.apply(sums, decay_DN)
+            for ahead, (sums, decay_DN) in enumerate(parts)
+        ]
+        state_DXM = torch.cat(states, dim=3).permute(2, 1, 0, 3).flatten(1, 2)
         y_DXI = torch.baddbmm(y_DXJ[..., :block], state_DXM, leave_DMI)
         y_BLD = _Transpose.apply(y_DXI.flatten(1)).view_as(padded_BLD)
     return y_BLD[:, :length].to(x_BLD.dtype)
