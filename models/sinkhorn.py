@@ -12,19 +12,23 @@ that a block reads, T = 3 for query, key, value, E = H * K.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from models.dropout import Dropout
-from models.layers import StackedLinear, attend
+from models.dropout import Dropout, has_fast_path
+from models.layers import StackedLinear
 from models.shape import Shape
 
 Variant = Literal["sorted", "arena"]
-HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0, and float16 can hold it
+HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0
+BLOCK_SIZE = 2**21  # logits formed at a time on a CPU
 SMALLEST_SHARE = 1e-30  # of a slot that is there; far smaller ones float32 cannot divide by
 
 
@@ -109,19 +113,33 @@ class SinkhornAttention(nn.Module):
         else:
             qkv_BLE = qkv_BLE * mask_BL[..., None].to(qkv_BLE.dtype)
             qkv = rearrange(qkv_BLE, "b (n s) (t h k) -> t b h n s k", t=3, **sizes)
-            y_BLE = rearrange(self.attend_sorted(qkv, mask_BNS), "b h n s k -> b (n s) (h k)")
+            y_BLE = rearrange(self.attend_in_parts(qkv, mask_BNS), "b h n s k -> b (n s) (h k)")
         return self.out(y_BLE[:, :length])
+
+    def attend_in_parts(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
+        """`attend_sorted`, on a CPU for a few examples at a time, and once more for the gradient.
+
+        What it needs then stays in caches, and no weights are kept.
+        """
+        _, batch_size, num_heads, num_blocks, block_size, _ = qkv_TBHNSK.shape
+        part_size = max(1, BLOCK_SIZE // (num_heads * num_blocks * block_size * 2 * block_size))
+        if not has_fast_path(qkv_TBHNSK) or part_size >= batch_size:
+            return self.attend_sorted(qkv_TBHNSK, mask_BNS)
+        attend: Callable[[Tensor, Tensor], Tensor] = self.attend_sorted
+        if torch.is_grad_enabled():
+            attend = partial(checkpoint, self.attend_sorted, use_reentrant=False)
+        parts = zip(qkv_TBHNSK.split(part_size, dim=1), mask_BNS.split(part_size), strict=True)
+        return torch.cat([attend(*part) for part in parts])
 
     def attend_sorted(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
         """Attention of each block to its own tokens and to those sorted to it, [B, H, N, S, K].
 
         Queries, keys and values at padding must be zero.
         """
-        num_blocks, _, width = qkv_TBHNSK.shape[-3:]
-        # One more column, for the bias of each key: so any kernel of attention will do.
-        q_1BHNSK, kv_2BHNSK = F.pad(qkv_TBHNSK, (0, 1)).split([1, 2])
+        q_1BHNSK, kv_2BHNSK = qkv_TBHNSK.split([1, 2])
+        q_BHNSK = q_1BHNSK[0]
         with torch.autocast(qkv_TBHNSK.device.type, enabled=False):
-            order_BHNN = self.order(q_1BHNSK[0], kv_2BHNSK[0], mask_BNS)
+            order_BHNN = self.order(q_BHNSK, kv_2BHNSK[0], mask_BNS)
             real_BNS = mask_BNS.to(order_BHNN.dtype)
             share_BHNS = order_BHNN @ real_BNS[:, None] / order_BHNN.sum(dim=-1, keepdim=True)
             # A slot of which a part is padding counts by the other part, as if it were there that
@@ -132,20 +150,12 @@ class SinkhornAttention(nn.Module):
             bias_BHNS = share_BHNS.log().masked_fill(is_hidden_BHNS, HIDDEN)
             own_bias_BHNS = ((1 - real_BNS) * HIDDEN)[:, None].expand_as(bias_BHNS)
             bias_BHNJ = torch.cat([bias_BHNS, own_bias_BHNS], dim=-1)
-        kv_2BHNJK = torch.cat([sorted_2BHNSK.to(kv_2BHNSK.dtype), kv_2BHNSK], dim=-2)
-        kv_2BHNJK[0, ..., -1] = bias_BHNJ
-        k_BHNJK, v_BHNJK = kv_2BHNJK.unbind()
-        # `attend` divides by the root of the wider width, which also the column's one must undo.
-        one_K = F.pad(q_1BHNSK.new_zeros(width), (0, 1), value=math.sqrt(width + 1))
-        q_BHNSK = torch.add(one_K, q_1BHNSK[0], alpha=math.sqrt((width + 1) / width))
-        y_BHLK = attend(
-            q_BHNSK.flatten(1, 2),
-            k_BHNJK.flatten(1, 2),
-            v_BHNJK.flatten(1, 2),
-            None,
-            dropout=self.dropout.p if self.training else 0.0,
-        )
-        return y_BHLK[..., :width].unflatten(1, (-1, num_blocks))
+            k_BHNJK, v_BHNJK = torch.cat([sorted_2BHNSK.to(q_BHNSK.dtype), kv_2BHNSK], dim=-2)
+        # Formed as they are, since no kernel of attention takes a bias with a gradient and dropout;
+        # in place, as these are the largest tensors here.
+        logits_BHNSJ = (q_BHNSK * self.scale) @ k_BHNJK.mT
+        logits_BHNSJ = logits_BHNSJ.to(bias_BHNJ.dtype).add_(bias_BHNJ[..., None, :])
+        return self.dropout(logits_BHNSJ.softmax(dim=-1).to(v_BHNJK.dtype)) @ v_BHNJK
 
     def order(self, q_BHNSK: Tensor, k_BHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
         """The matrix R that sorts blocks, [B, H, N, N] in float32 or wider.

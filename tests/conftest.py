@@ -62,7 +62,7 @@ def pytest_terminal_summary(
         return
     lines = [
         str(value)
-        for outcome in ("passed", "failed")
+        for outcome in ("passed", "failed", "skipped")
         for report in terminalreporter.getreports(outcome)
         for name, value in report.user_properties
         if name == "golden"

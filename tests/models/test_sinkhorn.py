@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models import sinkhorn
 from models.shape import Shape
 from models.sinkhorn import SinkhornAttention
 from models.softmax import SoftmaxAttention
@@ -142,6 +143,31 @@ def test_neither_padding_nor_neighbours_change_a_row(dtype: torch.dtype) -> None
             mask_1L = (torch.arange(length + padding) < length)[None]
             alone_LD = model(alone_1LD, mask_1L)[0, :length]
             torch.testing.assert_close(alone_LD, together_BLD[row, :length])
+
+
+def test_examples_may_be_worked_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixer(replace(SMALL, attention_dropout=0.3))
+    x_BLD, mask_BL = batch(20, 9, 20, 1, 0)
+    x_BLD.requires_grad_()
+    results = []
+    for block_size in (2**21, 2 * 2 * 2 * 20 * 4 + 5, 1):  # all five, two, one
+        monkeypatch.setattr(sinkhorn, "BLOCK_SIZE", block_size)
+        y_BLD = model(x_BLD, mask_BL)
+        results.append([y_BLD, *torch.autograd.grad(y_BLD.sum(), [x_BLD, *model.parameters()])])
+    for others in zip(*results, strict=True):
+        for other in others[1:]:
+            torch.testing.assert_close(other, others[0])
+    # The second pass drops what the first one did: then the result, which is linear in the values,
+    # changes by what its gradient says.
+    model.train()
+    torch.manual_seed(3)
+    y = model(x_BLD, mask_BL)[:3].sum()
+    (gradient,) = torch.autograd.grad(y, model.qkv.weight)
+    with torch.no_grad():
+        model.qkv.weight[24:].mul_(2)
+        torch.manual_seed(3)
+        change = model(x_BLD, mask_BL)[:3].sum() - y
+    torch.testing.assert_close(change, (gradient * model.qkv.weight)[24:].sum() / 2)
 
 
 @pytest.mark.parametrize("variant", ["sorted", "arena"])
