@@ -1,8 +1,8 @@
 """Convolution with kernels as long as the sequence, and such kernels as sums of powers.
 
 Shapes: B batch, L length, D features, K taps of a kernel, C kernels, N powers in each; a power t is
-split as t = S r + s with R rows r and S columns s; T positions of a circle, F frequencies;
-R is also rows of a batch, N all their positions.
+split as t = S r + s with R rows r and S columns s. Of a convolution: R some rows of a batch, N all
+their positions, T positions of a circle, F frequencies.
 """
 
 from __future__ import annotations
@@ -91,14 +91,15 @@ def circle_length(x_BLD: Tensor, kernel_DK: Tensor, ahead_DK: Tensor) -> int:
     return fast_length(x_BLD.shape[1] + max(kernel_DK.shape[1], ahead_DK.shape[1]) - 1)
 
 
-def circle(kernel_DK: Tensor, ahead_DK: Tensor, size: int) -> Tensor:
-    """Both kernels on a circle of T positions: lags 0, 1, ... and, at the end, ... -2, -1."""
+def kernel_spectrum(kernel_DK: Tensor, ahead_DK: Tensor, size: int) -> Tensor:
+    """Of both kernels on a circle: lags 0, 1, ... and, at its end, ... -2, -1; [D, 1, F]."""
     (now_D1, back_DK), (now2_D1, ahead_DK) = (
         kernel.split([1, kernel.shape[1] - 1], dim=1) for kernel in (kernel_DK, ahead_DK)
     )
     num_zeros = size - 1 - back_DK.shape[1] - ahead_DK.shape[1]
     zeros_DZ = kernel_DK.new_zeros(len(kernel_DK), num_zeros)
-    return torch.cat([now_D1 + now2_D1, back_DK, zeros_DZ, ahead_DK.flip(1)], dim=1)
+    circle_DT = torch.cat([now_D1 + now2_D1, back_DK, zeros_DZ, ahead_DK.flip(1)], dim=1)
+    return torch.fft.rfft(circle_DT)[:, None]
 
 
 def spectrum(x_RLD: Tensor, size: int) -> Tensor:
@@ -115,7 +116,7 @@ def inverse(x_DRF: Tensor, size: int, length: int) -> Tensor:
 def convolve_at_once(x_BLD: Tensor, kernel_DK: Tensor, ahead_DK: Tensor) -> Tensor:
     """The convolution as one product of spectra; [B, L, D]."""
     size = circle_length(x_BLD, kernel_DK, ahead_DK)
-    kernel_D1F = torch.fft.rfft(circle(kernel_DK, ahead_DK, size))[:, None]
+    kernel_D1F = kernel_spectrum(kernel_DK, ahead_DK, size)
     return inverse(spectrum(x_BLD, size) * kernel_D1F, size, x_BLD.shape[1]).view_as(x_BLD)
 
 
@@ -142,9 +143,7 @@ class _Convolution(torch.autograd.Function):
             store(inverse(y_DRF, size, x_BLD.shape[1]), y_BLD[rows, :, columns])
 
         for columns in column_blocks(x_BLD, size):
-            kernel_D1F = torch.fft.rfft(circle(kernel_DK[columns], ahead_DK[columns], size))[
-                :, None
-            ]
+            kernel_D1F = kernel_spectrum(kernel_DK[columns], ahead_DK[columns], size)
             each_row_block(convolve, x_BLD, size)
         return y_BLD
 
@@ -157,7 +156,7 @@ class _Convolution(torch.autograd.Function):
         dx_BLD = (
             torch.empty_like(dy_BLD, memory_format=torch.contiguous_format) if needs_x else None
         )
-        dkernel_DK, dahead_DK = torch.empty_like(kernel_DK), torch.empty_like(ahead_DK)
+        dkernel_DK, dahead_DK = torch.zeros_like(kernel_DK), torch.zeros_like(ahead_DK)
 
         def differentiate(rows: slice, worker: int) -> None:
             dy_DRF = spectrum(dy_BLD[rows, :, columns], size)
@@ -173,12 +172,12 @@ class _Convolution(torch.autograd.Function):
                 store(inverse(dx_DRF, size, dy_BLD.shape[1]), dx_BLD[rows, :, columns])
 
         for columns in column_blocks(dy_BLD, size):
-            kernel_DF = torch.fft.rfft(circle(kernel_DK[columns], ahead_DK[columns], size))
+            kernel_D1F = kernel_spectrum(kernel_DK[columns], ahead_DK[columns], size)
             # A correlation in time is a product with the conjugate.
-            conjugate_D1F = kernel_DF.conj_physical()[:, None]
-            sums: dict[int, Tensor] = {}
+            conjugate_D1F = kernel_D1F.conj_physical_()
+            sums: dict[int, Tensor] = {}  # of each worker, added up in the order of their numbers
             each_row_block(differentiate, dy_BLD, size)
-            if not sums:
+            if not sums:  # nobody needs them, or there are no rows
                 continue
             sum_DF = functools.reduce(torch.add, (sums[worker] for worker in sorted(sums)))
             dcircle_DT = torch.fft.irfft(sum_DF, n=size)

@@ -208,12 +208,8 @@ class ReformerAttention(nn.Module):
         bucket_BHLR, stride = torch.zeros((), dtype=torch.long, device=q_BLHK.device), 1
         halves = [factor // 2 for factor in self.bucket_factors]
         for part in projected_BHLRF.split(halves, dim=4):
-            largest, smallest = part.max(dim=4), part.min(dim=4)
-            bucket = torch.where(
-                largest.values >= -smallest.values,
-                largest.indices,
-                smallest.indices + part.shape[4],
-            )
+            index = part.abs().max(dim=4, keepdim=True).indices
+            bucket = (index + part.shape[4] * (part.gather(4, index) < 0)).squeeze(4)
             bucket_BHLR = bucket_BHLR + stride * bucket
             stride *= 2 * part.shape[4]
         return bucket_BHLR.movedim(3, 2)
@@ -255,6 +251,7 @@ class Rings:
         num_slots = (self.num_before + num_chunks + self.num_after) * self.chunk_length
         return Part(
             rings=self,
+            is_one=True,
             num_chunks=num_chunks,
             chunks_G=self.chunks_B[b : b + 1],
             token_GE=self.token_BHE[b, h : h + 1, :num_slots],
@@ -268,6 +265,7 @@ class Rings:
         num_heads = self.token_BHE.shape[1]
         return Part(
             rings=self,
+            is_one=False,
             num_chunks=self.num_chunks,
             chunks_G=self.chunks_B.repeat_interleave(num_heads, dim=0),
             token_GE=self.token_BHE.flatten(0, 1),
@@ -335,6 +333,7 @@ class Part:
     """Some of the rings, worked on together, and attention in them."""
 
     rings: Rings
+    is_one: bool  # one ring, of its own length
     num_chunks: int
     chunks_G: Tensor
     token_GE: Tensor
@@ -404,7 +403,7 @@ class Part:
         before, after = self.rings.num_before, self.rings.num_after
         num_chunks = self.num_chunks // self.slot_GRL.shape[1]
         if (
-            len(self.token_GE) > 1
+            not self.is_one
             or self.rings.mask_later
             or self.rings.is_padded
             or before + after >= num_chunks

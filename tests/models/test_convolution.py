@@ -99,6 +99,8 @@ def test_a_gradient_that_nobody_needs_is_none() -> None:
     torch.testing.assert_close(gradient, all_three[2])
     y_BLD = long_convolution(x_BLD, kernel_DK.detach())
     assert torch.autograd.grad(y_BLD.sum(), x_BLD)[0].any()
+    (gradient,) = torch.autograd.grad(long_convolution(x_BLD[:0], kernel_DK).sum(), kernel_DK)
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -291,6 +291,16 @@ def test_both_paths_agree() -> None:
         torch.testing.assert_close(ours, other)
 
 
+def test_a_single_padded_row_of_one_head_goes_both_paths() -> None:
+    """Worked on all at once it still has chunks behind its own ring."""
+    model = mixer(replace(SMALL, num_heads=1))
+    x_BLD, mask_BL = batch(13, length=40)
+    expected_BLD = reformer_attention(model, x_BLD, mask_BL)
+    for fast in (True, False):
+        with mock.patch.object(reformer, "has_fast_path", lambda x, fast=fast: fast):
+            torch.testing.assert_close(model(x_BLD, mask_BL)[mask_BL], expected_BLD[mask_BL])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_attention_of_half_precision_input_runs_in_float32(dtype: torch.dtype) -> None:
     model = mixer().to(dtype)
