@@ -38,8 +38,8 @@ class Piece(Protocol):
     def width(self, num_blocks: int, rows: int) -> int:
         """J for G blocks of R rows."""
 
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
-        """Products of queries and keys, [B, H, G, R, J]."""
+    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
+        """Products of queries and keys, [B, H, G, R, J]; written to `out` if there is one."""
 
     def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
         """For each query, the sum of its values times weights, [B, H, G, R, K]."""
@@ -63,23 +63,20 @@ class Window:
     def width(self, num_blocks: int, rows: int) -> int:
         return (self.before + 1 + self.after) * rows
 
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
-        score_NRJ = torch.bmm(q_BHGRK.flatten(0, 2), self._windows(k_BHGRK))
-        return score_NRJ.unflatten(0, q_BHGRK.shape[:3])
+    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
+        return product(q_BHGRK, self._windows(k_BHGRK), out)
 
     def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
         y_NRK = torch.bmm(w_BHGRJ.flatten(0, 2), self._windows(v_BHGRK).mT)
         return y_NRK.unflatten(0, v_BHGRK.shape[:3])
 
     def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        num_blocks, (rows, width) = x_BHGRK.shape[:3].numel(), x_BHGRK.shape[3:]
-        y_NJK = torch.bmm(w_BHGRJ.flatten(0, 2).mT, x_BHGRK.flatten(0, 2))
-        if self.before == self.after == 0:
-            return y_NJK.view_as(x_BHGRK)
+        x_NRK, w_NRJ = x_BHGRK.flatten(0, 2), w_BHGRJ.flatten(0, 2)
+        num_blocks, rows, width = x_NRK.shape
         size = self.before + 1 + self.after
-        sum_PRK = x_BHGRK.new_zeros(num_blocks + size - 1, rows, width)
-        for i, y_NRK in enumerate(y_NJK.unflatten(1, (size, rows)).unbind(1)):
-            sum_PRK[i : i + num_blocks] += y_NRK
+        sum_PRK = x_NRK.new_zeros(num_blocks + size - 1, rows, width)
+        for i, w_NRR in enumerate(w_NRJ.split(rows, dim=-1)):
+            sum_PRK[i : i + num_blocks].baddbmm_(w_NRR.mT, x_NRK)
         return sum_PRK[self.before : self.before + num_blocks].view_as(x_BHGRK)
 
     def _windows(self, x_BHGRK: Tensor) -> Tensor:
@@ -99,8 +96,10 @@ class Chosen:
     def width(self, num_blocks: int, rows: int) -> int:
         return len(self.index_M)
 
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
-        score_BHLM = q_BHGRK.flatten(2, 3) @ self._select(k_BHGRK).mT
+    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
+        k_BHMK = self._select(k_BHGRK)
+        out_BHLM = None if out is None else out.flatten(2, 3)
+        score_BHLM = product(q_BHGRK.flatten(2, 3), k_BHMK.flatten(0, 1).mT, out_BHLM)
         return score_BHLM.unflatten(2, q_BHGRK.shape[2:4])
 
     def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
@@ -126,9 +125,8 @@ class Drawn:
     def width(self, num_blocks: int, rows: int) -> int:
         return self.table_HGr.shape[2] * rows
 
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
-        score_NRJ = torch.bmm(q_BHGRK.flatten(0, 2), self._select(k_BHGRK).mT)
-        return score_NRJ.unflatten(0, q_BHGRK.shape[:3])
+    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
+        return product(q_BHGRK, self._select(k_BHGRK).mT, out)
 
     def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
         return torch.bmm(w_BHGRJ.flatten(0, 2), self._select(v_BHGRK)).view_as(v_BHGRK)
@@ -163,8 +161,9 @@ class Column:
     def width(self, num_blocks: int, rows: int) -> int:
         return num_blocks
 
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
-        return (q_BHGRK.transpose(2, 3) @ k_BHGRK.transpose(2, 3).mT).transpose(2, 3)
+    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
+        score = (q_BHGRK.transpose(2, 3) @ k_BHGRK.transpose(2, 3).mT).transpose(2, 3)
+        return score if out is None else out.copy_(score)
 
     def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
         return (w_BHGRJ.transpose(2, 3) @ v_BHGRK.transpose(2, 3)).transpose(2, 3)
@@ -253,16 +252,14 @@ class _Plan:
         """[B, H, L, K]."""
         return x_BHGRK.flatten(2, 3)[:, :, self.front : self.front + self.length]
 
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> list[Tensor]:
-        return [piece.scores(q_BHGRK, k_BHGRK) for piece in self.pieces]
-
-    def weights(self, q_BHGRK: Tensor, k_BHGRK: Tensor, examples: slice = slice(None)) -> Tensor:
+    def weights(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
         """Softmax weights, in float32 or wider; those of the pieces side by side."""
-        scores = self.scores(q_BHGRK * q_BHGRK.shape[-1] ** -0.5, k_BHGRK)
-        for i, biases in enumerate(self.biases):
-            for bias in biases:
-                scores[i] = scores[i] + (bias[examples] if len(bias) > 1 else bias)
-        return join(scores).softmax(dim=-1)
+        q_BHGRK = q_BHGRK * q_BHGRK.shape[-1] ** -0.5
+        scores = [
+            sum(biases, piece.scores(q_BHGRK, k_BHGRK))
+            for piece, biases in zip(self.pieces, self.biases, strict=True)
+        ]
+        return torch.cat(scores, dim=-1).softmax(dim=-1)
 
     def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
         parts = w_BHGRJ.split(self.widths, dim=-1)
@@ -272,10 +269,33 @@ class _Plan:
         parts = w_BHGRJ.split(self.widths, dim=-1)
         return sum_of(p.spread(w, x_BHGRK) for p, w in zip(self.pieces, parts, strict=True))
 
-    def chunks(self, batch_size: int, num_heads: int) -> list[slice]:
-        """Examples whose scores are formed together."""
-        size = max(1, CHUNK_SIZE // (num_heads * self.length * sum(self.widths)))
-        return [slice(start, start + size) for start in range(0, batch_size, size)]
+    def make_buffers(self, q_BHLK: Tensor, count: int) -> tuple[list[slice], list[Tensor]]:
+        """Examples whose scores are formed together, and memory for as many weights."""
+        batch_size, num_heads = q_BHLK.shape[:2]
+        num_blocks, width = -(-(self.front + self.length) // self.rows), sum(self.widths)
+        size = max(1, CHUNK_SIZE // (num_heads * num_blocks * self.rows * width))
+        chunks = [slice(i, min(i + size, batch_size)) for i in range(0, batch_size, size)]
+        shape = (min(size, batch_size), num_heads, num_blocks, self.rows, width)
+        return chunks, [q_BHLK.new_empty(shape) for _ in range(count)]
+
+    def scores_into(self, score_BHGRJ: Tensor, q_BHGRK: Tensor, k_BHGRK: Tensor) -> None:
+        parts = score_BHGRJ.split(self.widths, dim=-1)
+        for piece, part in zip(self.pieces, parts, strict=True):
+            piece.scores(q_BHGRK, k_BHGRK, out=part)
+
+    def weights_into(
+        self, weight: Tensor, score: Tensor, q_BHGRK: Tensor, k_BHGRK: Tensor, examples: slice
+    ) -> None:
+        """As `weights`; of the examples of a chunk."""
+        self.scores_into(score, q_BHGRK * q_BHGRK.shape[-1] ** -0.5, k_BHGRK)
+        for part, biases in zip(score.split(self.widths, dim=-1), self.biases, strict=True):
+            for bias in biases:
+                part.add_(bias[examples] if len(bias) > 1 else bias)
+        torch.softmax(score, dim=-1, out=weight)
+
+    def kept_into(self, kept: Tensor, seed: int) -> None:
+        """1 for a weight that dropout keeps, else 0; the same again by the same seed."""
+        kept.copy_(draw_kept(kept.shape, self.p, torch.Generator().manual_seed(seed)))
 
 
 class _Attention(torch.autograd.Function):
@@ -283,17 +303,21 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, plan: _Plan) -> Tensor:
-        chunks = plan.chunks(*q_BHLK.shape[:2])
-        seeds = torch.randint(2**32, (len(chunks),)).tolist() if plan.p > 0 else chunks
+        chunks, buffers = plan.make_buffers(q_BHLK, 2)
+        seeds = torch.randint(2**32, (len(chunks),)).tolist() if plan.p > 0 else [0] * len(chunks)
         y_BHLK = empty_heads_inside(q_BHLK)
         for chunk, seed in zip(chunks, seeds, strict=True):
             q, k, v = (plan.to_blocks(x[chunk]) for x in (q_BHLK, k_BHLK, v_BHLK))
-            weight_BHGRJ = plan.weights(q, k, chunk)
+            score, weight = (buffer[: len(q)] for buffer in buffers)
+            plan.weights_into(weight, score, q, k, chunk)
             if plan.p > 0:
-                weight_BHGRJ.mul_(kept_weights(weight_BHGRJ, plan.p, seed))
-            y_BHLK[chunk] = plan.from_blocks(plan.combine(weight_BHGRJ, v))
+                plan.kept_into(score, seed)
+                weight.mul_(score)
+            y_BHLK[chunk] = plan.from_blocks(plan.combine(weight, v))
+        if plan.p > 0:
+            y_BHLK.mul_(1 / keep_probability(plan.p))
         ctx.save_for_backward(q_BHLK, k_BHLK, v_BHLK, y_BHLK)
-        ctx.plan, ctx.chunks, ctx.seeds = plan, chunks, seeds
+        ctx.plan, ctx.seeds = plan, seeds
         return y_BHLK
 
     @staticmethod
@@ -302,33 +326,38 @@ class _Attention(torch.autograd.Function):
         q_BHLK, k_BHLK, v_BHLK, y_BHLK = ctx.saved_tensors
         plan, scale = ctx.plan, q_BHLK.shape[3] ** -0.5
         dq_BHLK, dk_BHLK, dv_BHLK = (empty_heads_inside(x) for x in (q_BHLK, k_BHLK, v_BHLK))
-        for chunk, seed in zip(ctx.chunks, ctx.seeds, strict=True):
-            q, k, v, dy, y = (
-                plan.to_blocks(x[chunk]) for x in (q_BHLK, k_BHLK, v_BHLK, dy_BHLK, y_BHLK)
+        chunks, buffers = plan.make_buffers(q_BHLK, 3 if plan.p > 0 else 2)
+        for chunk, seed in zip(chunks, ctx.seeds, strict=True):
+            q, k, v, y, dy = (
+                plan.to_blocks(x[chunk]) for x in (q_BHLK, k_BHLK, v_BHLK, y_BHLK, dy_BHLK)
             )
-            weight = plan.weights(q, k, chunk)
-            dweight = join(plan.scores(dy, v))
-            dropped = weight
-            if plan.p > 0:
-                kept = kept_weights(weight, plan.p, seed)
-                dweight, dropped = dweight.mul_(kept), kept.mul_(weight)
-            dv_BHLK[chunk] = plan.from_blocks(plan.spread(dropped, dy))
+            score, weight, *rest = (buffer[: len(q)] for buffer in buffers)
+            plan.weights_into(weight, score, q, k, chunk)
             # The softmax takes from each weight's gradient the mean of them under the weights.
-            dscore = dweight.sub_((dy * y).sum(dim=-1, keepdim=True)).mul_(weight)
+            mean_BHGR1 = (dy * y).sum(dim=-1, keepdim=True)
+            dropped, dweight = weight, score
+            if plan.p > 0:
+                (dropped,) = rest
+                plan.kept_into(dropped, seed)
+                dy = dy * (1 / keep_probability(plan.p))
+            plan.scores_into(dweight, dy, v)
+            if plan.p > 0:
+                dweight.mul_(dropped)
+                dropped.mul_(weight)
+            dv_BHLK[chunk] = plan.from_blocks(plan.spread(dropped, dy))
+            dscore = dweight.sub_(mean_BHGR1).mul_(weight)
             dq_BHLK[chunk] = plan.from_blocks(plan.combine(dscore, k)).mul_(scale)
             dk_BHLK[chunk] = plan.from_blocks(plan.spread(dscore, q)).mul_(scale)
         return dq_BHLK, dk_BHLK, dv_BHLK, None
 
 
-def kept_weights(weight: Tensor, p: float, seed: int) -> Tensor:
-    """0 for a weight that dropout takes, else what it is multiplied by; the same again by seed."""
-    kept = draw_kept(weight.shape, p, torch.Generator().manual_seed(seed))
-    return kept.to(weight.dtype).mul_(1 / keep_probability(p))
-
-
-def join(parts: list[Tensor]) -> Tensor:
-    """Side by side; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+def product(q_BHGRK: Tensor, k_NKJ: Tensor, out: Tensor | None) -> Tensor:
+    """Of each block of queries with its own keys; batch dimensions as the queries'."""
+    last = q_BHGRK.dim() - 3
+    if out is None:
+        return torch.bmm(q_BHGRK.flatten(0, last), k_NKJ).unflatten(0, q_BHGRK.shape[: last + 1])
+    torch.bmm(q_BHGRK.flatten(0, last), k_NKJ, out=out.flatten(0, last))
+    return out
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:

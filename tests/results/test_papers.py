@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
+from lra.cli import compose_config
+from lra.config import flatten
 from lra.results import efficiency, latex, papers, tables
 from lra.results.leaderboard import (
     FAMILIES,
@@ -346,3 +349,11 @@ def test_slope_is_the_growth_exponent() -> None:
     assert slope(lengths, [1e-3 + 1e-8 * n**2 for n in lengths]) == pytest.approx(1.97, abs=0.03)
     assert slope(lengths, [3.0 * n for n in lengths]) == pytest.approx(1)
     assert slope(lengths[:2], [1.0, 2.0]) is None
+
+
+def test_models_that_stand_against_published_rows_have_the_options_that_are_asked_of_them() -> None:
+    for paper in papers.PAPERS:
+        for model, keys in paper.ours.values():
+            composed = compose_config([f"model={model}", f"recipe={paper.recipe}"])
+            plain = flatten(OmegaConf.to_container(composed))
+            assert keys.keys() <= plain.keys(), (paper.name, model)
