@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.dropout import Dropout, TiedDropout
+from models.dropout import Dropout, TiedDropout, has_fast_path, side_by_side
 from models.encoder import Block, Encoder, MixerBlock
 from models.layers import StackedLinear, check_causal
 from models.norm import BatchNorm, NoNorm, RMSNorm, ScaleNorm
@@ -77,6 +77,28 @@ def scan(
     return h_2NBL
 
 
+def scan_into(h_2NBL: Tensor, u_2NBL: Tensor, decay_N: Tensor, reverse: bool) -> None:
+    """`scan` with its result in `h_2NBL`; on a CPU each thread has states of its own.
+
+    A product for each state is too small to be divided among threads that have to be woken for it.
+    """
+    num_states = len(decay_N)
+    num_parts = min(torch.get_num_threads(), num_states) if has_fast_path(u_2NBL) else 1
+    parts = [
+        slice(num_states * i // num_parts, num_states * (i + 1) // num_parts)
+        for i in range(num_parts)
+    ]
+
+    def scan_part(i: int) -> None:
+        part = parts[i]
+        scan(u_2NBL[:, part], decay_N[part], reverse=reverse, out=h_2NBL[:, part])
+
+    if num_parts == 1:
+        scan_part(0)
+    else:
+        side_by_side(scan_part, num_parts)
+
+
 @torch.compiler.disable  # compiled code has no complex numbers, and no results in strided memory
 def run_system(
     x_BLD: Tensor,
@@ -114,7 +136,7 @@ class _System(torch.autograd.Function):
             h_QR = new_planes(len(output_QD), x_RD)
             for h_PR, reverse in directions(h_QR, len(u_PR)):
                 u_2NBL, h_2NBL = (by_state(part, batch_size) for part in (u_PR, h_PR))
-                scan(u_2NBL, decay_N, reverse=reverse, out=h_2NBL)
+                scan_into(h_2NBL, u_2NBL, decay_N, reverse)
             y_RD = (x_RD * skip_D).addmm_(h_QR.mT, output_QD)
         ctx.save_for_backward(x_RD, h_QR, mask_BL, decay_N, input_PD, output_QD, skip_D)
         return y_RD.unflatten(0, (batch_size, -1))[:, :length].contiguous()
@@ -133,7 +155,7 @@ class _System(torch.autograd.Function):
                 *(directions(planes, len(input_PD)) for planes in (h_QR, dh_QR, g_QR)), strict=True
             ):
                 h_2NBL, dh_2NBL, g_2NBL = (by_state(z, batch_size) for z in (h_PR, dh_PR, g_PR))
-                scan(dh_2NBL, decay_N.conj(), reverse=not reverse, out=g_2NBL)
+                scan_into(g_2NBL, dh_2NBL, decay_N.conj(), not reverse)
                 ddecay_N += correlate(h_2NBL, g_2NBL, reverse)
             du_PR = g_PR if len(g_QR) == len(g_PR) else g_QR[: len(g_PR)].add_(g_PR)
             dx_RD = (dy_RD * skip_D).addmm_(du_PR.mT, input_PD)

@@ -90,6 +90,13 @@ FLOORS = (
     Floor("nystromformer", "textbook_nystromformer", 0.9),
     Floor("luna", "no_mixer", 0.42),
     Floor("fastformer", "no_mixer", 0.47),
+    Floor("s4d", "no_mixer", 0.35),
+    Floor("lru", "no_mixer", 0.36),
+    Floor("s5", "no_mixer", 0.33),
+    Floor("mega", "no_mixer", 0.2),
+    Floor("s4d", "textbook_s4d", 1.1),
+    Floor("lru", "textbook_scan", 1.1),
+    Floor("mega", "textbook_mega", 0.9),
 )
 CHECK_LENGTH, CHECK_BATCH, CHECK_ROUNDS = 1024, 8, 7
 
