@@ -9,6 +9,7 @@ import pytest
 
 from lra.cli import CONFIGS, GROUPS, compose_config
 from lra.config import (
+    LATER,
     SYNONYMS,
     HardwareConfig,
     TrainConfig,
@@ -126,6 +127,19 @@ def test_hash_ignores_seed_place_and_machine_but_nothing_else() -> None:
     assert config_hash(config) == config_hash(config | {"train": TRAIN | {"log_every": 3}})
     assert config_hash(config) != config_hash(config | {"train": TRAIN | {"lr": 2e-3}})
     assert config_hash(config) != config_hash(config | {"model": {"knob": 1}})
+
+
+def test_keys_that_came_later_enter_the_hash_with_another_value_only() -> None:
+    config = {"shape": {"d_model": 8}, "train": dict(TRAIN), "model": {}}
+    before = config_hash(config)
+    for name in ("norm_kind", "input", "head_activation"):  # whose records are older than they are
+        assert f"shape.{name}" in LATER
+    for key, value in LATER.items():
+        section, _, name = key.partition(".")
+        changed = config | {section: config[section] | {name: value}}
+        assert config_hash(changed) == before, key
+        changed[section][name] = "other"
+        assert config_hash(changed) != before, key
 
 
 def test_flatten() -> None:
