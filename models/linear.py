@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.kernels import causal_sums, with_count
+from models.kernels import all_sums, causal_sums, widened, with_count
 from models.layers import StackedLinear, check_causal
 from models.shape import Shape
 
@@ -59,18 +60,13 @@ class LinearAttention(nn.Module):
         """Attention between the linear maps; [B, H, L, K]."""
         with torch.autocast(qkv_TBHLK.device.type, enabled=False):
             q_BHLK, k_BHLK, v_BHLJ = self._features(qkv_TBHLK, mask_BL)
-            if self.causal:
-                sum_BHLJ = causal_sums(q_BHLK, k_BHLK, v_BHLJ)
-            else:
-                sum_BHLJ = q_BHLK @ (k_BHLK.mT @ v_BHLJ)
-            return self._divide(sum_BHLJ).to(qkv_TBHLK.dtype)
+            sums = causal_sums if self.causal else all_sums
+            return self._divide(sums(q_BHLK, k_BHLK, v_BHLJ)).to(qkv_TBHLK.dtype)
 
     def start(self, batch_size: int) -> Tensor:
         """State before the first position: the sum of outer products of features and values."""
-        weight = self.qkv.weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        size = batch_size, self.num_heads, self.head_dim, self.head_dim + 1
-        return torch.zeros(size, dtype=dtype, device=weight.device)
+        zero = widened(self.qkv.weight.new_zeros(()))
+        return zero.repeat(batch_size, self.num_heads, self.head_dim, self.head_dim + 1)
 
     def step(self, x_B1D: Tensor, state_BHKJ: Tensor) -> tuple[Tensor, Tensor]:
         """The next position alone, of causal attention; [B, 1, D] and the state after it."""
@@ -83,19 +79,17 @@ class LinearAttention(nn.Module):
         return self.out(rearrange(y_BH1K, "b h l k -> b l (h k)")), state_BHKJ
 
     def _project(self, x_BLD: Tensor) -> Tensor:
-        return rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)
+        parts = rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)
+        return parts.contiguous()
 
     def _features(self, qkv_TBHLK: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        dtype = torch.promote_types(qkv_TBHLK.dtype, torch.float32)
-        q_BHLK, k_BHLK, v_BHLK = qkv_TBHLK.to(dtype)
-        return elu_plus_one(q_BHLK), elu_plus_one(k_BHLK), with_count(v_BHLK, mask_BL)
+        """Of queries and of keys, and values with their count."""
+        q_BHLK, k_BHLK, v_BHLK = widened(qkv_TBHLK)
+        features = F.elu(q_BHLK).add_(1.0), F.elu(k_BHLK).add_(1.0)
+        return *features, with_count(v_BHLK, mask_BL)
 
     def _divide(self, sum_BHLJ: Tensor) -> Tensor:
+        sum_BHLK, weight_BHL1 = sum_BHLJ.split((self.head_dim, 1), dim=-1)
         if not self.normalize:
-            return sum_BHLJ[..., :-1] / math.sqrt(self.max_length)
-        return sum_BHLJ[..., :-1] / (sum_BHLJ[..., -1:] + EPSILON)
-
-
-def elu_plus_one(x: Tensor) -> Tensor:
-    """x + 1 above 0, exp(x) below, which keeps small numbers that elu(x) + 1 would round to 0."""
-    return x.clamp(max=0.0).exp() + x.relu()
+            return sum_BHLK / math.sqrt(self.max_length)
+        return sum_BHLK * (weight_BHL1 + EPSILON).reciprocal()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.kernels import causal_sums, with_count
+from models.kernels import all_sums, causal_sums, widened, with_count
 from models.layers import StackedLinear, check_causal
 from models.shape import Shape
 
@@ -84,7 +84,7 @@ class PerformerAttention(nn.Module):
         *,
         kernel: Kernel = "softmax",
         features: Features = "positive",
-        num_features: int | None = 128,
+        num_features: int | None = 64,
         orthogonal: bool = True,
         ortho_scaling: int = 0,
         epsilon: float | None = None,
@@ -168,32 +168,27 @@ class PerformerAttention(nn.Module):
                 mask_BL = torch.ones_like(mask_BL)
             v_BHLJ = with_count(v_BHLK, mask_BL)
             if self.causal:
-                q_BHLM, k_BHLM, _ = self._causal_features(
-                    q_BHLK, k_BHLK, mask_BL, q_BHLK.new_full((), -torch.inf)
-                )
+                none_yet = q_BHLK.new_full((), -torch.inf)
+                q_BHLM, k_BHLM, _ = self._causal_features(q_BHLK, k_BHLK, mask_BL, none_yet)
                 sum_BHLJ = causal_sums(q_BHLM, k_BHLM, v_BHLJ)
             elif self.features == "trigonometric":
                 sum_BHLJ = self._trigonometric_sums(q_BHLK, k_BHLK, v_BHLJ, mask_BL)
             else:
                 q_BHLM, k_BHLM = self._features(q_BHLK, k_BHLK, mask_BL)
-                # Epsilon is added to sums over tokens or features, which are fewer than features.
-                sum_BHMJ = k_BHLM.mT @ v_BHLJ + self.epsilon * v_BHLJ.sum(dim=2, keepdim=True)
-                floor_BH1J = self.epsilon * sum_BHMJ.sum(dim=2, keepdim=True)
-                sum_BHLJ = q_BHLM @ sum_BHMJ + floor_BH1J
+                sum_BHLJ = all_sums(q_BHLM, k_BHLM, v_BHLJ, floor=self.epsilon)
             signed = self.features == "trigonometric"
             return weighted_mean(sum_BHLJ, signed=signed).to(qkv_TBHLK.dtype)
 
     def start(self, batch_size: int) -> PerformerState:
         """State of causal attention before the first position."""
-        weight, num_features = self.qkv.weight, self.head_dim
+        num_features = self.head_dim
         if self.projection_MK is not None:
             num_features = len(self.projection_MK) + (self.kernel == "softmax")
-        zeros_BH11 = torch.zeros(
-            batch_size, self.num_heads, 1, 1, device=weight.device,
-            dtype=torch.promote_types(weight.dtype, torch.float32),
-        )  # fmt: skip
-        sum_BHMJ = zeros_BH11.repeat(1, 1, num_features, self.head_dim + 1)
-        return PerformerState(sum_BHMJ=sum_BHMJ, largest_BH11=zeros_BH11 - torch.inf)
+        zero = widened(self.qkv.weight.new_zeros(()))
+        return PerformerState(
+            sum_BHMJ=zero.repeat(batch_size, self.num_heads, num_features, self.head_dim + 1),
+            largest_BH11=zero.repeat(batch_size, self.num_heads, 1, 1) - torch.inf,
+        )
 
     def step(self, x_B1D: Tensor, state: PerformerState) -> tuple[Tensor, PerformerState]:
         """The next position alone, of causal attention; [B, 1, D] and the state after it."""
@@ -210,19 +205,17 @@ class PerformerAttention(nn.Module):
         return y_B1D, PerformerState(sum_BHMJ=sum_BHMJ, largest_BH11=largest_BH11)
 
     def _project(self, x_BLD: Tensor) -> Tensor:
-        return rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)
+        parts = rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)
+        return parts.contiguous()
 
     def _features(self, q_BHLK: Tensor, k_BHLK: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Of queries and keys, without epsilon; [B, H, L, M] each. Padding holds finite numbers."""
         if self.kernel == "relu":
             return self._rectified(q_BHLK), self._rectified(k_BHLK)
-        u_BHLM, half_BHL1 = self._exponents(k_BHLK)
-        padding_B1L1 = ~mask_BL[:, None, :, None]
-        largest_BH11 = finite(
-            largest(u_BHLM, -1).masked_fill(padding_B1L1, -torch.inf).amax(dim=2, keepdim=True)
-        )
-        shift_BHL1 = (half_BHL1 + largest_BH11).masked_fill(padding_B1L1, torch.inf)
-        return self._query_features(q_BHLK), u_BHLM.sub_(shift_BHL1).exp_()
+        u_BHLM, half_BHL1, largest_BHL1 = self._exponents(k_BHLK, mask_BL)
+        largest_BH11 = finite(largest_BHL1.amax(dim=2, keepdim=True))
+        k_BHLM = u_BHLM.add_(-half_BHL1 - largest_BH11).exp_()
+        return self._query_features(q_BHLK), k_BHLM
 
     def _causal_features(
         self, q_BHLK: Tensor, k_BHLK: Tensor, mask_BL: Tensor, before_BH11: Tensor
@@ -238,16 +231,12 @@ class PerformerAttention(nn.Module):
         if self.kernel == "relu":
             q_BHLM, k_BHLM = self._features(q_BHLK, k_BHLK, mask_BL)
             return q_BHLM + self.epsilon, k_BHLM + self.epsilon, before_BH11
-        u_BHLM, half_BHL1 = self._exponents(k_BHLK)
-        padding_B1L1 = ~mask_BL[:, None, :, None]
-        largest_BHL1 = torch.maximum(
-            largest_so_far(largest(u_BHLM, -1).masked_fill(padding_B1L1, -torch.inf)), before_BH11
-        )
         assert self.projection_MK is not None
-        norm_M = self.projection_MK.to(u_BHLM.dtype).square().sum(dim=1)
-        offset = (norm_M.amax() / 2 - LARGEST_EXPONENT).clamp(min=0.0)
-        shift_BHL1 = (half_BHL1 + offset).masked_fill(padding_B1L1, torch.inf)
-        k_BHLM = F.pad(u_BHLM.sub_(shift_BHL1).exp_(), (0, 1), value=1.0)
+        offset = widened(self.projection_MK).square().sum(dim=1).amax() / 2 - LARGEST_EXPONENT
+        offset = offset.clamp(min=0.0)
+        u_BHLM, half_BHL1, largest_BHL1 = self._exponents(k_BHLK, mask_BL)
+        largest_BHL1 = torch.maximum(largest_so_far(largest_BHL1), before_BH11)
+        k_BHLM = F.pad(u_BHLM.add_(-half_BHL1 - offset).exp_(), (0, 1), value=1.0)
         q_BHLM = self._query_features(q_BHLK) + self.epsilon
         # Far below 0 the keys are so long that epsilon is all that is left of their features.
         scale_BHL1 = (offset - finite(largest_BHL1)).clamp(max=80.0).exp()
@@ -258,47 +247,52 @@ class PerformerAttention(nn.Module):
         self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLJ: Tensor, mask_BL: Tensor
     ) -> Tensor:
         """Weighted sums of values; [B, H, L, J]. A query's own factor would cancel: left out."""
-        q_BHLM, _ = self._exponents(q_BHLK)
-        k_BHLM, half_BHL1 = self._exponents(k_BHLK)
+        u_BHLM, _, _ = self._exponents(q_BHLK)
+        q_BHLM = torch.cat([u_BHLM.cos(), u_BHLM.sin()], dim=-1)
+        u_BHLM, half_BHL1, _ = self._exponents(k_BHLK)
+        k_BHLM = torch.cat([u_BHLM.cos(), u_BHLM.sin()], dim=-1)
         half_BHL1 = half_BHL1.masked_fill(~mask_BL[:, None, :, None], -torch.inf)
         factor_BHL1 = (half_BHL1 - finite(half_BHL1.detach().amax(dim=2, keepdim=True))).exp()
-        v_BHLJ = v_BHLJ * (factor_BHL1 / q_BHLM.shape[-1])
-        q_BHLM, k_BHLM = (torch.cat([u.cos(), u.sin()], dim=-1) for u in (q_BHLM, k_BHLM))
-        return q_BHLM @ (k_BHLM.mT @ v_BHLJ)
+        return all_sums(q_BHLM, k_BHLM, v_BHLJ * (factor_BHL1 / u_BHLM.shape[-1]))
 
     def _query_features(self, q_BHLK: Tensor) -> Tensor:
         """Positive ones without epsilon; [B, H, L, M]."""
-        u_BHLM, half_BHL1 = self._exponents(q_BHLK)
-        return u_BHLM.sub_(half_BHL1 + largest(u_BHLM, -1)).exp_()
+        u_BHLM, half_BHL1, largest_BHL1 = self._exponents(q_BHLK)
+        return u_BHLM.add_(-half_BHL1 - largest_BHL1).exp_()
 
-    def _exponents(self, x_BHLK: Tensor) -> tuple[Tensor, Tensor]:
-        """w x for all rows w, [B, H, L, M], and |x|^2 / 2, [B, H, L, 1], of scaled x."""
+    def _exponents(
+        self, x_BHLK: Tensor, mask_BL: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of scaled x: w x for all rows w, |x|^2 / 2, and the largest w x; [B, H, L, M], then 1.
+
+        At padding |x|^2 / 2 is infinite, the largest w x minus infinity.
+        """
         assert self.projection_MK is not None
-        x_BHLK = x_BHLK * self.scale
-        u_BHLM = x_BHLK @ self.projection_MK.to(x_BHLK.dtype).T
-        return u_BHLM, x_BHLK.square().sum(dim=-1, keepdim=True) / 2
+        u_BHLM = x_BHLK @ (widened(self.projection_MK) * self.scale).T
+        half_BHL1 = x_BHLK.square().sum(dim=-1, keepdim=True) * (self.scale**2 / 2)
+        largest_BHL1 = largest(u_BHLM)
+        if mask_BL is not None:
+            padding_B1L1 = ~mask_BL[:, None, :, None]
+            half_BHL1 = half_BHL1.masked_fill(padding_B1L1, torch.inf)
+            largest_BHL1 = largest_BHL1.masked_fill(padding_B1L1, -torch.inf)
+        return u_BHLM, half_BHL1, largest_BHL1
 
     def _rectified(self, x_BHLK: Tensor) -> Tensor:
         """Features of the relu kernel without epsilon; [B, H, L, M]."""
         if self.projection_MK is None:
             return x_BHLK.relu()
-        return (x_BHLK @ self.projection_MK.to(x_BHLK.dtype).T).relu_()
+        return (x_BHLK @ widened(self.projection_MK).T).relu_()
 
 
 def weighted_mean(sum_BHLJ: Tensor, *, signed: bool) -> Tensor:
     """Weighted sums of values by the sum of weights, which is the last column; [B, H, L, K]."""
-    weight_BHL1 = sum_BHLJ[..., -1:]
+    sum_BHLK, weight_BHL1 = sum_BHLJ.split((sum_BHLJ.shape[-1] - 1, 1), dim=-1)
     if signed:
         near_zero_BHL1 = weight_BHL1.abs() <= LEAST_WEIGHT
         weight_BHL1 = weight_BHL1 + 2 * LEAST_WEIGHT * near_zero_BHL1
     else:  # the sum is 0 only where there was no token
         weight_BHL1 = weight_BHL1.masked_fill(weight_BHL1 == 0, 1.0)
-    return sum_BHLJ[..., :-1] / weight_BHL1
-
-
-def widened(x: Tensor) -> Tensor:
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return sum_BHLK * weight_BHL1.reciprocal()
 
 
 def finite(x: Tensor) -> Tensor:
@@ -306,9 +300,9 @@ def finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -torch.inf, 0.0)
 
 
-def largest(x: Tensor, dim: int) -> Tensor:
-    """Along a dimension, which stays; a constant to the gradient."""
-    return x.detach().amax(dim=dim, keepdim=True)
+def largest(x_BHLM: Tensor) -> Tensor:
+    """Over features, a constant to the gradient; [B, H, L, 1]."""
+    return x_BHLM.detach().amax(dim=-1, keepdim=True)
 
 
 def largest_so_far(x_BHL1: Tensor) -> Tensor:

@@ -251,6 +251,10 @@ MUTANTS = [
            "(mask_BL.cumsum(dim=1) * num_segments_B1)", "models/test_nystromformer.py segments"),
     Mutant("models/fastformer.py", "return weight_BHL.masked_fill(padding_B1L, 0.0)",
            "return weight_BHL", "models/test_fastformer.py row_of_padding_has"),
+    Mutant("models/performer.py", "r_NKK.diagonal(dim1=1, dim2=2).sign()[:, None]", "1",
+           "models/test_performer.py orthogonal_rows"),
+    Mutant("models/performer.py", "x_BHL1.cummax(dim=2).values", "x_BHL1.amax(dim=2, keepdim=True)",
+           "models/test_performer.py later_keys"),
     # Tasks: readers and generators.
     Mutant("lra/tasks/listops.py", "result = sum(args) % 10", "result = sum(args) % 9",
            "tasks/test_listops.py gives_the_value"),

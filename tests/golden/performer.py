@@ -39,8 +39,8 @@ from tests.golden.softmax import model_for_sc, softmax_params
 def largest_of_all(*, constant: bool) -> Iterator[None]:
     """Keys are scaled by the largest exponent of the whole row; a constant to the gradient?"""
 
-    def largest(x: Tensor, dim: int) -> Tensor:
-        return x.clone().amax(dim=dim, keepdim=True)
+    def largest(x_BHLM: Tensor) -> Tensor:
+        return x_BHLM.clone().amax(dim=-1, keepdim=True)
 
     def so_far(x_BHL1: Tensor) -> Tensor:
         return x_BHL1.amax(dim=2, keepdim=True).expand_as(x_BHL1)

@@ -197,7 +197,7 @@ def test_features_come_from_the_seed_and_stay_in_the_state() -> None:
         return PerformerAttention(SHAPE)
 
     first, again, other = draw(0), draw(0), draw(1)
-    assert first.projection_MK.shape == (128, 4)
+    assert first.projection_MK.shape == (64, 4)
     assert torch.equal(first.projection_MK, again.projection_MK)
     assert not torch.equal(first.projection_MK, other.projection_MK)
     other.load_state_dict(first.state_dict())

@@ -28,6 +28,9 @@ LINEAR = {
     "causal luna": ["model=luna", "model.causal=true"],
     "nystromformer": ["model=nystromformer"],
     "fastformer": ["model=fastformer"],
+    "linear": ["model=linear"],
+    "performer": ["model=performer"],
+    "causal performer": ["model=performer", "model.causal=true"],
 }
 SOFTMAX = ["model=softmax"]
 
