@@ -86,6 +86,27 @@ def check_causal(shape: Shape, causal: bool) -> None:
         )
 
 
+def check_directions(shape: Shape, *, bidirectional: bool, causal: bool) -> None:
+    """Refuse options of a model that runs along the sequence, one way or both, that cannot be.
+
+    Raises:
+        ValueError: causal with both directions, or one direction with a `shape.pooling` that reads
+            a position which then sees only itself.
+    """
+    if causal and bidirectional:
+        raise ValueError(
+            "model.causal=true with model.bidirectional=true: the second direction shows each "
+            "token all later ones; set model.bidirectional=false"
+        )
+    check_causal(shape, causal)
+    if not bidirectional and shape.pooling in ("cls", "first"):
+        raise ValueError(
+            f"model.bidirectional=false with shape.pooling={shape.pooling}: the first position "
+            "would see only itself; use shape.pooling=last, mean, max or attention, or both "
+            "directions"
+        )
+
+
 class StackedLinear(nn.Linear):
     """`parts` linear maps of the same input in one product: [..., D] -> [..., parts * width]."""
 

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from models.dropout import Dropout, TiedDropout, has_fast_path, side_by_side
 from models.encoder import Block, Encoder, MixerBlock
-from models.layers import StackedLinear, check_causal
+from models.layers import StackedLinear, check_directions
 from models.norm import BatchNorm, NoNorm, RMSNorm, ScaleNorm
 from models.shape import Shape
 
@@ -380,17 +380,7 @@ class RecurrentEncoder(Encoder):
             raise ValueError(f"model.block={block!r}: expected shared or own")
         if norm_eps <= 0:
             raise ValueError(f"model.norm_eps={norm_eps}: expected more than 0")
-        if causal and bidirectional:
-            raise ValueError(
-                "model.causal=true with model.bidirectional=true: the run from the end shows each "
-                "token all later ones; set model.bidirectional=false"
-            )
-        check_causal(shape, causal)
-        if not bidirectional and shape.pooling in ("cls", "first"):
-            raise ValueError(
-                f"model.bidirectional=false with shape.pooling={shape.pooling}: the first position "
-                "would see only itself; set model.bidirectional=true or another shape.pooling"
-            )
+        check_directions(shape, bidirectional=bidirectional, causal=causal)
         own = partial(MixerBlock, tie_dropout=tie_dropout)
         super().__init__(shape, mixer, Block if block == "shared" else own)
         if block == "own":

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from models.convolution import long_convolution, sum_of_powers
 from models.dropout import Dropout, TiedDropout
 from models.encoder import Block, Encoder, MixerBlock
-from models.layers import StackedLinear, check_causal
+from models.layers import StackedLinear, check_directions
 from models.shape import Shape
 
 Init = Literal["legs", "lin", "inv"]
@@ -294,17 +294,7 @@ class S4DEncoder(Encoder):
     ) -> None:
         if block not in ("shared", "own"):
             raise ValueError(f"model.block={block!r}: expected shared or own")
-        if causal and bidirectional:
-            raise ValueError(
-                "model.causal=true with model.bidirectional=true: the second kernel looks ahead; "
-                "set model.bidirectional=false"
-            )
-        check_causal(shape, causal)
-        if not bidirectional and shape.pooling in ("cls", "first"):
-            raise ValueError(
-                f"model.bidirectional=false with shape.pooling={shape.pooling}: the first position "
-                "would see only itself; use shape.pooling=mean, last, max or attention"
-            )
+        check_directions(shape, bidirectional=bidirectional, causal=causal)
         options = S4DOptions(
             state_size=state_size,
             init=init,
