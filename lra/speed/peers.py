@@ -212,7 +212,9 @@ class TextbookMega(nn.Module):
         self.attention_dropout = nn.Dropout(shape.attention_dropout)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """Mix all positions; [B, L, D]. The length must be a multiple of the chunk."""
+        """Mix all positions; [B, L, D]. Zeros make the length a multiple of the chunk."""
+        length, filling = x_BLD.shape[1], -x_BLD.shape[1] % self.chunk_size
+        x_BLD, mask_BL = F.pad(x_BLD, (0, 0, 0, filling)), F.pad(mask_BL, (0, filling))
         v_BLV = F.silu(self.value(x_BLD))
         u_BLD, z_BLZ, r_BLV, h_BLD = self.base(self.average(x_BLD)).split(self.widths, dim=-1)
         z_BLZ, gate_BLV = F.silu(z_BLZ), F.silu(r_BLV)
@@ -228,10 +230,10 @@ class TextbookMega(nn.Module):
         bias_CC = self.distance_bias[self.chunk_size - 1 + place_C - place_C[:, None]]
         score_BGCC = q @ k.mT / math.sqrt(q.shape[-1]) + bias_CC
         mask_BGC = rearrange(mask_BL, "b (g c) -> b g c", c=self.chunk_size)
-        weight_BGCC = score_BGCC.masked_fill(~mask_BGC[:, :, None], -torch.inf).softmax(dim=-1)
+        weight_BGCC = score_BGCC.masked_fill(~mask_BGC[:, :, None], -1e9).softmax(dim=-1)
         read_BLV = rearrange(self.attention_dropout(weight_BGCC) @ v, "b g c k -> b (g c) k")
         update_BLD = self.dropout(F.silu(h_BLD + self.hidden(gate_BLV * read_BLV)))
-        return torch.sigmoid(u_BLD) * (update_BLD - x_BLD)
+        return (torch.sigmoid(u_BLD) * (update_BLD - x_BLD))[:, :length]
 
     def average(self, x_BLD: Tensor) -> Tensor:
         """The moving average in both directions, with its skip and activation; [B, L, D]."""

@@ -199,7 +199,7 @@ def test_measured_ratios_stand_beside_the_published() -> None:
     ("words", "message"),
     [
         (["models=lunna"], "models=lunna: did you mean 'luna'"),
-        (["models=luna:tie_kvv=true"], "model.tie_kvv=true: unknown key; did you mean 'tie_kv'"),
+        (["models=luna:tie_kvv=true"], "model.tie_kvv=true: unknown key; did you mean 'model.tie"),
         (["models=nystromformer:num_landmarks=0"], "num_landmarks=0: expected at least 1"),
         (["models=textbook:width=3"], "model.width=3: unknown key"),
         (["lengths=0"], "lengths=0: expected at least 1"),
