@@ -10,6 +10,7 @@ sequence or of all. `mask` is bool, True = real token.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
@@ -209,7 +210,7 @@ def outer_sums(h_2NR: Tensor, g_2NR: Tensor) -> Tensor:
     return torch.bmm(h_2NR.transpose(0, 1), g_2NR.permute(1, 2, 0))
 
 
-class DiagonalSystem(nn.Module):
+class DiagonalSystem(nn.Module, ABC):
     """y_t = Re(C h_t) + D x_t over the states h_t = decay h_{t-1} + B x_t, linear in length.
 
     `backward_C` reads a second run of the same recurrence, from the end to the start, which takes
@@ -235,9 +236,9 @@ class DiagonalSystem(nn.Module):
         self.backward_C = nn.Parameter(torch.empty_like(self.C)) if bidirectional else None
         self.D = nn.Parameter(torch.randn(shape.d_model))
 
+    @abstractmethod
     def decay_and_input(self) -> tuple[Tensor, Tensor]:
         """Complex decay [N] and input map [N, D] of the recurrence, in double precision."""
-        raise NotImplementedError
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Run over a sequence; padding counts as zeros. [B, L, D]."""
