@@ -74,6 +74,13 @@ def compose_config(overrides: list[str]) -> DictConfig:
         return compose("config", overrides=overrides)
 
 
+def all_models() -> list[str]:
+    """Every model that is not another name of one, softmax first."""
+    files = sorted((CONFIGS / "model").glob("*.yaml"))
+    names = [path.stem for path in files if "_target_" in OmegaConf.load(path)]
+    return sorted(names, key=lambda name: name != "softmax")
+
+
 def explain(error: Exception, overrides: list[str]) -> str:
     """One message for what was refused: the key, what is allowed and the nearest known name."""
     several = next((o for o in overrides if re.match(r"(experiment|task|recipe)=\[", o)), None)

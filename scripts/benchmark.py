@@ -3,14 +3,17 @@
     python scripts/benchmark.py
     python scripts/benchmark.py models=softmax,luna:projection_length=128 lengths=1024,4096
     python scripts/benchmark.py recipe=luna mode=train batch_size=8 hardware.num_threads=2 name=mine
-    python scripts/benchmark.py --peer                # other implementations too, needs 'bench'
+    python scripts/benchmark.py --peer                # public code too, needs 'bench'
+    python scripts/benchmark.py --peer models=softmax,performer
     python scripts/benchmark.py --breakdown models=softmax,luna lengths=2048
     python scripts/benchmark.py --check               # fails where a ratio is below its floor
 
 Every round measures every cell (model, length, mode) once, each in a process of its own; ratios are
 taken inside a round, and the tables show their median and spread. Writes
 `<paths.results>/benchmarks/<name>.json`; scripts/make_tables.py puts it beside published figures.
-Rows have random ids, full length and no padding. Words, besides the keys of the config:
+Rows have random ids, full length and no padding. --peer adds other implementations of the models
+named, of all if none is (lra/speed/peers.py lists them), with the options of our model's config,
+and prints the speed of ours as a multiple of theirs. Words, besides the keys of the config:
 
     models=NAME,..      default: all; NAME:key=value sets a model's option; peers can be named too
     lengths=N,..        tokens (default: 1024,2048,3072,4096; for --breakdown 2048)
@@ -49,6 +52,7 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 from lra.cli import (  # noqa: E402
     CONFIGS,
     GROUPS,
+    all_models,
     compose_config,
     exit_codes,
     explain,
@@ -65,6 +69,7 @@ from lra.speed.benchmarks import (  # noqa: E402
     Key,
     Measurement,
     ratio_text,
+    ratios_to,
     save,
     summarise,
 )
@@ -72,7 +77,6 @@ from lra.speed.cells import CellFailed, in_own_process  # noqa: E402
 from lra.tasks.workers import available_cores  # noqa: E402
 
 LENGTHS = (1024, 2048, 3072, 4096)
-PACKAGES = {"nystrom_attention": "nystrom-attention", "transformers_nystromformer": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,16 @@ FLOORS = (
     Floor("lru", "no_mixer", 0.36),
     Floor("s5", "no_mixer", 0.33),
     Floor("mega", "no_mixer", 0.2),
+    Floor("linear", "no_mixer", 0.31),
+    Floor("local", "no_mixer", 0.28),
+    Floor("longformer", "no_mixer", 0.27),
+    Floor("bigbird", "no_mixer", 0.27),
+    Floor("sparse", "no_mixer", 0.27),
+    Floor("sinkhorn", "no_mixer", 0.18),
+    Floor("synthesizer", "no_mixer", 0.17),
+    Floor("linformer", "no_mixer", 0.16),
+    Floor("reformer", "no_mixer", 0.16),
+    Floor("performer", "no_mixer", 0.15),
     Floor("s4d", "textbook_s4d", 1.1),
     Floor("lru", "textbook_scan", 1.1),
     Floor("mega", "textbook_mega", 0.9),
@@ -134,7 +148,7 @@ class Settings:
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("words", nargs="*", metavar="key=value", help="see above")
-    parser.add_argument("--peer", action="store_true", help="other implementations too")
+    parser.add_argument("--peer", action="store_true", help="public code too")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--breakdown", action="store_true", help="parts of a training step")
     kind.add_argument("--check", action="store_true", help="compare ratios with their floors")
@@ -200,19 +214,19 @@ def plain(text: str, word: str) -> Any:
     return values["value"]
 
 
-def all_models() -> list[str]:
-    """Every model that is not another name of one, the baseline first."""
-    files = sorted((CONFIGS / "model").glob("*.yaml"))
-    names = [f.stem for f in files if "_target_" in OmegaConf.load(f)]
-    return sorted(names, key=lambda name: name != BASELINE)
-
-
 def chosen(settings: Settings) -> list[str]:
-    """The models to measure, as they were named."""
+    """The models to measure, as they were named, and their peers."""
     from lra.speed.peers import PEERS
 
     models = list(settings.models or all_models())
-    return models + [peer for peer in PEERS if settings.peers and peer not in models]
+    names = {base_name(model) for model in models}
+    peers = [name for name, peer in PEERS.items() if peer.model in names and name not in names]
+    return models + peers * settings.peers
+
+
+def base_name(model: str) -> str:
+    """Of `luna:tie_kv=true` the model."""
+    return model.partition(":")[0]
 
 
 def composed(models: Sequence[str], overrides: list[str], settings: Settings) -> dict[str, Any]:
@@ -224,34 +238,34 @@ def composed(models: Sequence[str], overrides: list[str], settings: Settings) ->
     import torch
 
     from lra.build import make_model, make_task, resolved
-    from lra.speed.peers import PEERS, REFERENCES
+    from lra.speed.peers import PEERS, TARGETS, shared_options
 
-    others = PEERS | REFERENCES
     task = [] if any(o.startswith("task=") for o in overrides) else ["task=text"]
     configs = {}
     for text in models:
         name, *knobs = text.split(":")
-        is_peer = name in others
-        if not is_peer and not (CONFIGS / "model" / f"{name}.yaml").exists():
-            raise ValueError(f"models={text}: {nearest(name, [*all_models(), *others])}")
-        choice = [f"model={BASELINE if is_peer else name}"]
-        choice += [] if is_peer else [f"model.{knob}" for knob in knobs]
+        is_other = name in TARGETS
+        if not is_other and not (CONFIGS / "model" / f"{name}.yaml").exists():
+            raise ValueError(f"models={text}: {nearest(name, [*all_models(), *TARGETS])}")
+        choice = [f"model={PEERS[name].model if name in PEERS else BASELINE if is_other else name}"]
+        choice += [] if is_other else [f"model.{knob}" for knob in knobs]
         every = [*task, *choice, f"train.batch_size={settings.batch_size}", *overrides]
         try:
             values: Any = OmegaConf.to_container(compose_config(every), resolve=True)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(explain(error, every)) from None
-        if is_peer:
-            options = OmegaConf.to_container(OmegaConf.from_dotlist(knobs))
-            values["model"] = {"_target_": others[name], **dict(options or {})}
+        if is_other:
+            options = shared_options(name, values["model"])
+            options |= dict(OmegaConf.to_container(OmegaConf.from_dotlist(knobs)) or {})
+            values["model"] = {"_target_": TARGETS[name]} | options
         config = fill(RunConfig, values)
         if config.hardware.num_devices > 1:
             raise ValueError(f"hardware.num_devices={config.hardware.num_devices}: expected 1")
         resolved(config)
-        with torch.device("meta"):
-            make_model(config, make_task(config))
-        for length in settings.lengths:
-            make_task(fill(RunConfig, at_length(values, length)))
+        for length in settings.lengths or LENGTHS[:1]:
+            config = fill(RunConfig, at_length(values, length))
+            with torch.device("meta"):
+                make_model(config, make_task(config))
         configs[text] = values
     return configs
 
@@ -322,7 +336,7 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
     models = chosen(settings)
     configs = composed(models, overrides, settings)
     if BASELINE not in models:
-        print(f"warning: {BASELINE} is not among the models, so there are no ratios")
+        print(f"warning: {BASELINE} is not among the models, so there are no ratios to it")
     started_at, load_average = _now(), round(os.getloadavg()[0], 2)
     rounds = Rounds(configs, settings)
     try:
@@ -337,6 +351,8 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
             path = save(found, config.paths.results)
             for title, table in benchmark_tables(found):
                 print(f"\n{title}\n\n{table.markdown()}", end="")
+            for title, table in peer_tables(rounds):
+                print(f"\n{title}\n\n{table.markdown()}", end="")
             print(f"\nrecord   {path}")
 
 
@@ -344,14 +360,15 @@ def as_record(rounds: Rounds, config: RunConfig, settings: Settings) -> Benchmar
     """Everything measured so far."""
     from lra.build import make_task
     from lra.results.records import environment
+    from lra.speed.peers import PEERS
 
     task, precision = make_task(config), config.hardware.precision
     device = rounds.hardware.get("device", config.hardware.device)
     parts = [device, config.recipe, *[task.name] * (task.name != "text")]
     parts += [precision] * (precision != "float32")
     facts = environment()
-    for model in {m.partition(":")[0] for m in rounds.configs} & PACKAGES.keys():
-        facts["packages"][PACKAGES[model]] = importlib.metadata.version(PACKAGES[model])
+    used = [PEERS[m].package for m in map(base_name, rounds.configs) if m in PEERS]
+    facts["packages"] |= {name: importlib.metadata.version(name) for name in used if name}
     return Benchmark(
         schema_version=SCHEMA_VERSION,
         device="cuda" if device == "cuda" else "cpu",
@@ -368,6 +385,25 @@ def as_record(rounds: Rounds, config: RunConfig, settings: Settings) -> Benchmar
         max_step_s=settings.max_step_s,
         finished_at=_now(),
     )
+
+
+def peer_tables(rounds: Rounds) -> list[tuple[str, Table]]:
+    """Speed of each model over that of its peers by length, where both were measured."""
+    from lra.speed.peers import PEERS
+
+    named = [(m, PEERS[base_name(m)].model) for m in rounds.configs if base_name(m) in PEERS]
+    pairs = [(ours, peer) for ours in rounds.configs for peer, model in named
+             if base_name(ours) == model]  # fmt: skip
+    lengths = rounds.settings.lengths or LENGTHS
+    tables = []
+    for mode in rounds.settings.mode if pairs else ():
+        lines = []
+        for ours, peer in pairs:
+            found = [ratios_to(peer, Key(ours, n, mode), rounds.measured) for n in lengths]
+            lines.append([ours, peer, *(ratio_text(r) if r else "-" for r in found)])
+        title = f"{mode}, speed of ours as a multiple of its peer's"
+        tables.append((title, Table(["Model", "Peer", *map(str, lengths)], lines)))
+    return tables
 
 
 def show_breakdown(settings: Settings, overrides: list[str]) -> None:
@@ -402,7 +438,7 @@ def show_breakdown(settings: Settings, overrides: list[str]) -> None:
 def check_floors(settings: Settings, overrides: list[str]) -> int:
     """Compare ratios of training speed with FLOORS; 1 if one is below."""
     models = list(dict.fromkeys(m for f in FLOORS for m in (f.against, f.model)))
-    configs = composed(models, overrides, settings)
+    configs = composed(models, overrides, replace(settings, lengths=(CHECK_LENGTH,)))
     times = in_own_process({
         "configs": {m: at_length(values, CHECK_LENGTH) for m, values in configs.items()},
         "num_rounds": settings.repeats,

@@ -3,6 +3,7 @@ activations, shapes on the way.
 
 python scripts/inspect_model.py model=luna task=listops
 python scripts/inspect_model.py model=luna recipe=lra model.tie_kv=true --lengths=1000,4000
+python scripts/inspect_model.py model=all              # a line for each: parameters, operations
 
 Takes every key of the config, needs no data and writes nothing.
 """
@@ -11,7 +12,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -20,11 +23,17 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 # isort: split
 from omegaconf import OmegaConf  # noqa: E402
 
-from lra.build import make_model, num_params  # noqa: E402
-from lra.cli import CONFIGS, compose_config, run_program, typed  # noqa: E402
+from lra.build import make_model, make_task, num_params  # noqa: E402
+from lra.cli import CONFIGS, all_models, compose_config, run_program, typed  # noqa: E402
+from lra.config import RunConfig  # noqa: E402
 from lra.plan import Reference, compare, make_plan  # noqa: E402
 from lra.script import Parser  # noqa: E402
+from lra.tasks.task import Task  # noqa: E402
 
+if TYPE_CHECKING:
+    from models.classifier import Classifier
+
+BASELINE = "softmax"
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
@@ -59,18 +68,13 @@ def report(overrides: list[str], lengths: list[int]) -> str:
 
     from lra.speed import cost
     from lra.training.hardware import Hardware
-    from models.classifier import Classifier
 
     hardware = Hardware(config.hardware)
     ours = make_model(config, task)  # a newcomer's constructor may compute with its tensors
     with torch.device("meta"):
         baseline = make_model(config, task, softmax)
     why_not, baseline_params = compare(plan, num_params(ours))
-
-    def make(max_length: int) -> Classifier:
-        other = copy.copy(task)
-        other.max_length = max_length
-        return make_model(config, other)
+    make = partial(model_for, config, task)
 
     name, params = plan.model, num_params(ours)
     percent = f"{100 * params / baseline_params - 100:+.1f} %"
@@ -105,14 +109,70 @@ def report(overrides: list[str], lengths: list[int]) -> str:
     return "\n".join(lines)
 
 
+def overview(words: list[str], lengths: list[int]) -> str:
+    """A line for each model: parameters against softmax in every recipe, and operations a token.
+
+    Raises:
+        ValueError: as `report`.
+    """
+    import torch
+
+    from lra.speed import cost
+    from lra.training.hardware import Hardware
+
+    words = [word for word in words if word != "model=all"]
+    recipes = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
+    anywhere = [word for word in words if not word.startswith("recipe=")]
+
+    def count(model: str, recipe: str) -> int:
+        config = typed(compose_config([*anywhere, f"model={model}", f"recipe={recipe}"]))
+        with torch.device("meta"):
+            return num_params(make_model(config, make_task(config)))
+
+    baseline = {recipe: count(BASELINE, recipe) for recipe in recipes}
+    parameters = [("parameters", *recipes), (BASELINE, *(f"{n:,}" for n in baseline.values()))]
+    operations = [("FLOPs a token", *(f"{length:,}" for length in lengths))]
+    for model in all_models():
+        if model != BASELINE:
+            counts = {recipe: count(model, recipe) for recipe in recipes}
+            parameters.append((model, *(over(counts[r], baseline[r]) for r in recipes)))
+        config = typed(compose_config([*words, f"model={model}"]))
+        task = make_task(config)
+        found = cost.costs(partial(model_for, config, task), lengths, Hardware(config.hardware))
+        flops = {n: c.flops / (n * task.num_sequences) for n, c in found.by_length.items()}
+        operations.append((model, *(f"{flops[n]:,.0f}" if n in flops else "-" for n in lengths)))
+    return "\n".join([
+        f"parameters on {task.name}, of all but softmax over it, by recipe; * more than 10 %",
+        *cost.columns(parameters),
+        "",
+        f"operations of a forward pass by length, {task.name}, recipe {config.recipe}",
+        *cost.columns(operations),
+    ])  # fmt: skip
+
+
+def over(params: int, baseline: int) -> str:
+    """How far above softmax, with a mark for what breaks the 10 % rule."""
+    return f"{100 * params / baseline - 100:+.1f} %{'*' if 10 * params > 11 * baseline else ' '}"
+
+
+def model_for(config: RunConfig, task: Task, max_length: int) -> Classifier:
+    """The model with another longest input than the task's."""
+    other = copy.copy(task)
+    other.max_length = max_length
+    return make_model(config, other)
+
+
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="as for run.py")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="as for run.py, or model=all"
+    )
     parser.add_argument(
         "--lengths", default=",".join(map(str, LENGTHS)), help="in tokens (default: %(default)s)"
     )
     arguments = parser.parse_intermixed_args()
-    run_program(lambda: print(report(arguments.settings, lengths_from(arguments.lengths))))
+    show = overview if "model=all" in arguments.settings else report
+    run_program(lambda: print(show(arguments.settings, lengths_from(arguments.lengths))))
 
 
 if __name__ == "__main__":

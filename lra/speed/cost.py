@@ -255,7 +255,7 @@ def parameter_table(name: str, ours: Mapping[str, int], baseline: Mapping[str, i
     sides = (ours, baseline)
     rows = [(part, *(f"{side.get(part, 0):,}" for side in sides)) for part in parts]
     rows.append(("total", *(f"{sum(side.values()):,}" for side in sides)))
-    return _columns([("parameters", name, "softmax"), *rows])
+    return columns([("parameters", name, "softmax"), *rows])
 
 
 def cost_table(found: Costs, lengths: Iterable[int], num_sequences: int) -> list[str]:
@@ -271,14 +271,14 @@ def cost_table(found: Costs, lengths: Iterable[int], num_sequences: int) -> list
     if not found.hold:
         left_out = f"; beyond {max(found.by_length):,} tokens they are left out"
         return [
-            *_columns(rows),
+            *columns(rows),
             "the costs follow no polynomial of degree two in the length"
             + (left_out if set(lengths) - found.by_length.keys() else ""),
         ]
     off_flops, off_activations = found.deviations
     longest = max(found.checked_at, *found.by_length)
     return [
-        *_columns(rows),
+        *columns(rows),
         f"FLOPs = {found.flops}: {found.flops.growth(longest)}",
         f"activation bytes = {found.activations}: {found.activations.growth(longest)}",
         f"formulas against a run of {found.checked_at:,} tokens: {100 * off_flops:+.2f} % of "
@@ -342,11 +342,11 @@ def _flops(count: int) -> str:
     return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def columns(rows: list[tuple[str, ...]]) -> list[str]:
     """Aligned text: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]))
+        lines.append("  ".join([row[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return lines

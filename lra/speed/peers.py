@@ -1,270 +1,72 @@
-"""Other implementations of attention, to measure ours against; not models of the arena.
+"""Public packages, to measure our attention against theirs; not models of the arena.
 
 Each is a mixer inside the same encoder (embedding, norms, feed-forward, pooling, head and sizes),
-so only the attention differs. Two are public packages, which the `bench` extra brings, used as they
-are published. Benchmarks have no padding, so only the textbook's attention heeds the mask.
-Shapes: B batch, L length, D d_model, H heads, K head dim, M landmarks.
+so only the attention differs. It is the package's own module as it is published, with the widths
+and dropout of the shape and those options of our model that it has too, at our model's values; what
+else differs from ours stands with each. The `bench` extra brings the packages. Benchmarks have no
+padding, so the mask reaches only what cannot do without one; where a package wants a multiple of
+some length, zeros behind the tokens fill it up and are read.
+Shapes: B batch, L length, D d_model, K head dim, M landmarks.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange, reduce
 from torch import Tensor, nn
 
-from models.layers import StackedLinear
+from lra.config import load_target
 from models.shape import Shape
 
+
+class Peer(NamedTuple):
+    """Another implementation of what a model of ours computes, or of what comes closest to it."""
+
+    model: str  # ours
+    target: str
+    package: str | None = None  # on PyPI; None: it is our own
+
+
 PEERS = {  # what `--peer` adds
-    "textbook": "lra.speed.peers.TextbookAttention",
-    "nystrom_attention": "lra.speed.peers.NystromAttentionPackage",
-    "transformers_nystromformer": "lra.speed.peers.TransformersNystromformer",
+    "textbook": Peer("softmax", "lra.speed.textbook.TextbookAttention"),
+    "nystrom_attention": Peer(
+        "nystromformer", "lra.speed.peers.NystromAttentionPackage", "nystrom-attention"
+    ),
+    "transformers_nystromformer": Peer(
+        "nystromformer", "lra.speed.peers.TransformersNystromformer", "transformers"
+    ),
+    "linear_attention_transformer": Peer(
+        "linear", "lra.speed.peers.LinearAttentionTransformer", "linear-attention-transformer"
+    ),
+    "performer_pytorch": Peer("performer", "lra.speed.peers.PerformerPytorch", "performer-pytorch"),
+    "linformer_package": Peer("linformer", "lra.speed.peers.LinformerPackage", "linformer"),
+    "local_attention": Peer("local", "lra.speed.peers.LocalAttentionPackage", "local-attention"),
+    "transformers_longformer": Peer(
+        "longformer", "lra.speed.peers.TransformersLongformer", "transformers"
+    ),
+    "transformers_bigbird": Peer("bigbird", "lra.speed.peers.TransformersBigBird", "transformers"),
+    "sinkhorn_transformer": Peer(
+        "sinkhorn", "lra.speed.peers.SinkhornTransformer", "sinkhorn-transformer"
+    ),
+    "reformer_pytorch": Peer("reformer", "lra.speed.peers.ReformerPytorch", "reformer-pytorch"),
 }
 REFERENCES = {  # what `--check` also needs
-    "textbook_nystromformer": "lra.speed.peers.TextbookNystrom",
-    "textbook_s4d": "lra.speed.peers.TextbookS4D",
-    "textbook_scan": "lra.speed.peers.TextbookScan",
-    "textbook_mega": "lra.speed.peers.TextbookMega",
-    "no_mixer": "lra.speed.peers.NoMixer",
+    "textbook_nystromformer": "lra.speed.textbook.TextbookNystrom",
+    "textbook_s4d": "lra.speed.textbook.TextbookS4D",
+    "textbook_scan": "lra.speed.textbook.TextbookScan",
+    "textbook_mega": "lra.speed.textbook.TextbookMega",
+    "no_mixer": "lra.speed.textbook.NoMixer",
 }
-
-
-class TextbookAttention(nn.Module):
-    """Softmax attention as textbooks write it: the [L, L] weights are formed, dropped and kept.
-
-    Padding is hidden in the [L, L] scores, whether there is any or not.
-    Source: Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.num_heads = shape.num_heads
-        self.dropout = nn.Dropout(shape.attention_dropout)
-        width = shape.num_heads * shape.attention_head_dim
-        self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
-        self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
-
-    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """Mix all positions; [B, L, D]."""
-        q_BHLK, k_BHLK, v_BHLK = rearrange(
-            self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads
-        )
-        score_BHLL = q_BHLK @ k_BHLK.mT / math.sqrt(q_BHLK.shape[-1])
-        score_BHLL = score_BHLL.masked_fill(~mask_BL[:, None, None], -torch.inf)
-        weight_BHLL = self.dropout(score_BHLL.softmax(dim=-1))
-        return self.out(rearrange(weight_BHLL @ v_BHLK, "b h l k -> b l (h k)"))
-
-
-class TextbookNystrom(nn.Module):
-    """Nystrom attention as the paper writes it, left to right, with PyTorch's own convolution.
-
-    Source: Xiong et al. 2021, https://arxiv.org/abs/2102.03902, section 3. Zeros behind the tokens
-    make the length a multiple of M.
-    """
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        num_landmarks: int = 128,
-        pinv_iterations: int = 6,
-        conv_kernel_size: int = 35,
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.num_landmarks = shape.num_heads, num_landmarks
-        self.pinv_iterations = pinv_iterations
-        width = shape.num_heads * shape.attention_head_dim
-        self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
-        self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
-        self.conv = nn.Conv2d(
-            shape.num_heads,
-            shape.num_heads,
-            (conv_kernel_size, 1),
-            padding=(conv_kernel_size // 2, 0),
-            groups=shape.num_heads,
-            bias=False,
-        )
-
-    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
-        """Mix all positions; [B, L, D]."""
-        length = x_BLD.shape[1]
-        x_BLD = F.pad(x_BLD, (0, 0, 0, -length % self.num_landmarks))
-        q_BHLK, k_BHLK, v_BHLK = rearrange(
-            self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads
-        )
-        q_BHLK = q_BHLK / math.sqrt(q_BHLK.shape[-1])
-        ql_BHMK, kl_BHMK = (
-            reduce(part, "b h (m s) k -> b h m k", "mean", m=self.num_landmarks)
-            for part in (q_BHLK, k_BHLK)
-        )
-        left_BHLM = (q_BHLK @ kl_BHMK.mT).softmax(dim=-1)
-        a_BHMM = (ql_BHMK @ kl_BHMK.mT).softmax(dim=-1)
-        right_BHML = (ql_BHMK @ k_BHLK.mT).softmax(dim=-1)
-        identity_MM = torch.eye(self.num_landmarks, device=x_BLD.device)
-        z_BHMM = a_BHMM.mT / a_BHMM.sum(dim=-2).max()
-        for _ in range(self.pinv_iterations):
-            y_BHMM = a_BHMM @ z_BHMM
-            inner_BHMM = 15 * identity_MM - y_BHMM @ (7 * identity_MM - y_BHMM)
-            z_BHMM = 0.25 * z_BHMM @ (13 * identity_MM - y_BHMM @ inner_BHMM)
-        y_BHLK = left_BHLM @ z_BHMM @ (right_BHML @ v_BHLK) + self.conv(v_BHLK)
-        return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)")[:, :length])
-
-
-class TextbookS4D(nn.Module):
-    """S4D's stand-alone layer as its formulas stand: every power of every state, one long FFT.
-
-    Source: Gu et al. 2022, https://arxiv.org/abs/2206.11893, equations 3 and 8; zero-order hold,
-    initialisation lin, one direction, features before positions.
-    """
-
-    def __init__(self, shape: Shape, *, state_size: int = 64) -> None:
-        super().__init__()
-        width, half = shape.d_model, state_size // 2
-        self.log_dt = nn.Parameter(torch.empty(width).uniform_(math.log(0.001), math.log(0.1)))
-        self.log_a_real = nn.Parameter(torch.full((width, half), math.log(0.5)))
-        self.a_imag = nn.Parameter(math.pi * torch.arange(half).repeat(width, 1))
-        self.c = nn.Parameter(torch.randn(width, half, 2) * 0.5**0.5)
-        self.skip = nn.Parameter(torch.randn(width))
-        self.dropout = nn.Dropout(shape.dropout)
-        self.out = nn.Conv1d(width, 2 * width, 1)
-
-    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
-        """Mix all positions; [B, L, D]."""
-        length = x_BLD.shape[1]
-        a_DN = torch.complex(-self.log_a_real.exp(), self.a_imag)
-        step_DN = a_DN * self.log_dt.exp()[:, None]
-        powers_DNL = (step_DN[..., None] * torch.arange(length, device=x_BLD.device)).exp()
-        weight_DN = torch.view_as_complex(self.c) * (step_DN.exp() - 1) / a_DN
-        kernel_DL = 2 * torch.einsum("dn,dnl->dl", weight_DN, powers_DNL).real
-        u_BDL = x_BLD.mT
-        spectrum = torch.fft.rfft(u_BDL, n=2 * length) * torch.fft.rfft(kernel_DL, n=2 * length)
-        y_BDL = torch.fft.irfft(spectrum, n=2 * length)[..., :length]
-        y_BDL = self.dropout(F.gelu(y_BDL + u_BDL * self.skip[:, None]))
-        return F.glu(self.out(y_BDL), dim=1).mT
-
-
-class TextbookScan(nn.Module):
-    """A diagonal recurrence as a parallel scan: log2 L passes over complex states, then a gate.
-
-    What LRU and S5 are in JAX, in PyTorch's operations; one direction and N complex states.
-    Source: Orvieto et al. 2023, https://arxiv.org/abs/2303.06349, appendix A; the scan is Hillis
-    and Steele's.
-    """
-
-    def __init__(self, shape: Shape, *, state_size: int = 32) -> None:
-        super().__init__()
-        width, n = shape.d_model, state_size
-        self.nu_log = nn.Parameter(torch.empty(n).uniform_(0.01, 0.99).log().mul(-0.5).log())
-        self.theta_log = nn.Parameter(torch.empty(n).uniform_(0.01, 6.28).log())
-        self.b = nn.Parameter(torch.randn(n, width, 2) * (2 * width) ** -0.5)
-        self.c = nn.Parameter(torch.randn(width, n, 2) * n**-0.5)
-        self.skip = nn.Parameter(torch.randn(width))
-        self.dropout = nn.Dropout(shape.dropout)
-        self.out = nn.Linear(width, 2 * width)
-
-    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
-        """Mix all positions; [B, L, D]."""
-        decay_N = torch.complex(-self.nu_log.exp(), self.theta_log.exp()).exp()
-        h_BLN = x_BLD.to(decay_N.dtype) @ torch.view_as_complex(self.b).mT
-        distance = 1
-        while distance < x_BLD.shape[1]:
-            earlier_BLN = F.pad(h_BLN[:, :-distance], (0, 0, distance, 0))
-            h_BLN, decay_N, distance = h_BLN + decay_N * earlier_BLN, decay_N**2, 2 * distance
-        y_BLD = (h_BLN @ torch.view_as_complex(self.c).mT).real + self.skip * x_BLD
-        return F.glu(self.out(self.dropout(F.gelu(y_BLD, approximate="tanh"))))
-
-
-class TextbookMega(nn.Module):
-    """Mega's gated attention as its formulas stand: every power of the average, formed weights.
-
-    Source: Ma et al. 2023, https://arxiv.org/abs/2209.10655, equations 3 to 16; softmax within
-    chunks, two directions, simple position bias.
-    """
-
-    def __init__(
-        self,
-        shape: Shape,
-        *,
-        z_size: int = 32,
-        v_size: int = 64,
-        ema_size: int = 4,
-        chunk_size: int = 128,
-    ) -> None:
-        super().__init__()
-        width = shape.d_model
-        self.widths = [width, z_size, v_size, width]
-        self.chunk_size = chunk_size
-        self.delta, self.alpha, self.beta, self.gamma = (
-            nn.Parameter(torch.randn(2 * width, ema_size) * std) for std in (0.2, 0.2, 1.0, 1.0)
-        )
-        self.omega = nn.Parameter(torch.randn(width))
-        self.value = nn.Linear(width, v_size)
-        self.base = nn.Linear(width, sum(self.widths))
-        self.hidden = nn.Linear(v_size, width)
-        self.scales = nn.Parameter(torch.randn(2, z_size) * 0.02)
-        self.shifts = nn.Parameter(torch.zeros(2, z_size))
-        self.distance_bias = nn.Parameter(torch.randn(2 * chunk_size - 1) * 0.02)
-        self.dropout = nn.Dropout(shape.dropout)
-        self.attention_dropout = nn.Dropout(shape.attention_dropout)
-
-    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """Mix all positions; [B, L, D]. Zeros make the length a multiple of the chunk."""
-        length, filling = x_BLD.shape[1], -x_BLD.shape[1] % self.chunk_size
-        x_BLD, mask_BL = F.pad(x_BLD, (0, 0, 0, filling)), F.pad(mask_BL, (0, filling))
-        v_BLV = F.silu(self.value(x_BLD))
-        u_BLD, z_BLZ, r_BLV, h_BLD = self.base(self.average(x_BLD)).split(self.widths, dim=-1)
-        z_BLZ, gate_BLV = F.silu(z_BLZ), F.silu(r_BLV)
-        q, k, v = (
-            rearrange(part, "b (g c) k -> b g c k", c=self.chunk_size)
-            for part in (
-                z_BLZ * self.scales[0] + self.shifts[0],
-                z_BLZ * self.scales[1] + self.shifts[1],
-                v_BLV,
-            )
-        )
-        place_C = torch.arange(self.chunk_size, device=x_BLD.device)
-        bias_CC = self.distance_bias[self.chunk_size - 1 + place_C - place_C[:, None]]
-        score_BGCC = q @ k.mT / math.sqrt(q.shape[-1]) + bias_CC
-        mask_BGC = rearrange(mask_BL, "b (g c) -> b g c", c=self.chunk_size)
-        weight_BGCC = score_BGCC.masked_fill(~mask_BGC[:, :, None], -1e9).softmax(dim=-1)
-        read_BLV = rearrange(self.attention_dropout(weight_BGCC) @ v, "b g c k -> b (g c) k")
-        update_BLD = self.dropout(F.silu(h_BLD + self.hidden(gate_BLV * read_BLV)))
-        return (torch.sigmoid(u_BLD) * (update_BLD - x_BLD))[:, :length]
-
-    def average(self, x_BLD: Tensor) -> Tensor:
-        """The moving average in both directions, with its skip and activation; [B, L, D]."""
-        length = x_BLD.shape[1]
-        share_DN = torch.sigmoid(self.delta)
-        stay_DN = 1 - share_DN * torch.sigmoid(self.alpha)
-        powers_DNL = (stay_DN.log()[..., None] * torch.arange(length, device=x_BLD.device)).exp()
-        weight_DN = share_DN * self.beta * self.gamma / math.sqrt(share_DN.shape[1])
-        kernel_DL = torch.einsum("dn,dnl->dl", weight_DN, powers_DNL)
-        back_DL, ahead_DL = kernel_DL.chunk(2)
-        # What looks ahead lies reversed, from `length - 1` positions before the present on.
-        both_DL = F.pad(back_DL, (length - 1, 0)) + F.pad(ahead_DL.flip(-1), (0, length - 1))
-        x_BDL, n = x_BLD.mT, 3 * length
-        spectrum = torch.fft.rfft(x_BDL, n=n) * torch.fft.rfft(both_DL, n=n)
-        y_BDL = torch.fft.irfft(spectrum, n=n)[..., length - 1 : 2 * length - 1]
-        return self.dropout(F.silu(y_BDL.mT + self.omega * x_BLD))
-
-
-class NoMixer(nn.Module):
-    """No attention at all: what the rest of the encoder costs."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-
-    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
-        """The input."""
-        return x_BLD
+TARGETS = {name: peer.target for name, peer in PEERS.items()} | REFERENCES
 
 
 class NystromAttentionPackage(nn.Module):
-    """`NystromAttention` of https://pypi.org/project/nystrom-attention/.
+    """`NystromAttention` of nystrom-attention.
 
     It has no dropout inside and no bias of query, key and value, and puts zeros in front of the
     tokens to make the length a multiple of M.
@@ -277,16 +79,12 @@ class NystromAttentionPackage(nn.Module):
         self,
         shape: Shape,
         *,
-        num_landmarks: int = 128,
-        pinv_iterations: int = 6,
-        conv_kernel_size: int = 35,
+        num_landmarks: int,
+        pinv_iterations: int,
+        conv_kernel_size: int,
     ) -> None:
         super().__init__()
-        try:
-            from nystrom_attention import NystromAttention
-        except ImportError:
-            raise ValueError(_missing("nystrom-attention")) from None
-        self.attention = NystromAttention(
+        self.attention = published("nystrom_attention.NystromAttention")(
             dim=shape.d_model,
             dim_head=shape.attention_head_dim,
             heads=shape.num_heads,
@@ -301,7 +99,7 @@ class NystromAttentionPackage(nn.Module):
 
 
 class TransformersNystromformer(nn.Module):
-    """`NystromformerSelfAttention` of https://pypi.org/project/transformers/ and an output map.
+    """`NystromformerSelfAttention` of transformers and an output map.
 
     It works at one length, a multiple of M; zeros behind the tokens reach it. The inverse always
     takes six steps.
@@ -310,32 +108,18 @@ class TransformersNystromformer(nn.Module):
         ValueError: the package is not installed, or `shape.head_dim` is not d_model / num_heads.
     """
 
-    def __init__(
-        self, shape: Shape, *, num_landmarks: int = 128, conv_kernel_size: int = 35
-    ) -> None:
+    def __init__(self, shape: Shape, *, num_landmarks: int, conv_kernel_size: int) -> None:
         super().__init__()
-        try:
-            from transformers.models.nystromformer import NystromformerConfig
-            from transformers.models.nystromformer.modeling_nystromformer import (
-                NystromformerSelfAttention,
-            )
-        except ImportError:
-            raise ValueError(_missing("transformers")) from None
-        if shape.num_heads * shape.attention_head_dim != shape.d_model:
-            raise ValueError(
-                f"shape.head_dim={shape.head_dim}: transformers has d_model / num_heads only"
-            )
-        longest = shape.max_length + (shape.pooling == "cls")
-        self.length = -(-longest // num_landmarks) * num_landmarks
-        config: Any = NystromformerConfig(
-            hidden_size=shape.d_model,
-            num_attention_heads=shape.num_heads,
+        self.length = longest(shape, num_landmarks)
+        models = "transformers.models.nystromformer"
+        config = published(f"{models}.NystromformerConfig")(
+            **transformers_sizes(shape),
             num_landmarks=num_landmarks,
             segment_means_seq_len=self.length,
             conv_kernel_size=conv_kernel_size,
-            attention_probs_dropout_prob=shape.attention_dropout,
         )
-        self.attention = NystromformerSelfAttention(config)
+        attention = published(f"{models}.modeling_nystromformer.NystromformerSelfAttention")
+        self.attention = attention(config)
         self.out = nn.Linear(shape.d_model, shape.d_model)
 
     def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
@@ -345,5 +129,299 @@ class TransformersNystromformer(nn.Module):
         return self.out(self.attention(padded_BLD)[0][:, :length])
 
 
-def _missing(package: str) -> str:
-    return f"{package} is not installed; pip install -e '.[bench]' brings it"
+class LinearAttentionTransformer(nn.Module):
+    """`SelfAttention` of linear-attention-transformer.
+
+    Queries go through a softmax over their features and keys through one over the positions, where
+    ours takes elu(x) + 1 of both. No bias of query, key and value.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        path = "linear_attention_transformer.linear_attention_transformer.SelfAttention"
+        self.attention = published(path)(
+            shape.d_model, shape.num_heads, dim_head=shape.attention_head_dim
+        )
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        return self.attention(x_BLD)
+
+
+class PerformerPytorch(nn.Module):
+    """`SelfAttention` of performer-pytorch: positive features with orthogonal rows.
+
+    The relu kernel has rows there too, K ln K of them where `num_features` is None.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(self, shape: Shape, *, kernel: str, num_features: int | None) -> None:
+        super().__init__()
+        attention = published("performer_pytorch.SelfAttention")
+        with torch.device("cpu"):  # its features come from a decomposition, which `meta` lacks
+            self.attention = attention(
+                shape.d_model,
+                heads=shape.num_heads,
+                dim_head=shape.attention_head_dim,
+                nb_features=num_features,
+                generalized_attention=kernel == "relu",
+                qkv_bias=shape.attention_bias,
+                attn_out_bias=shape.attention_bias,
+            )
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        return self.attention(x_BLD)
+
+
+class LinformerPackage(nn.Module):
+    """`LinformerSelfAttention` of linformer.
+
+    Keys and values have a table each, in every layer, where ours share one: its option for that
+    makes values and keys the same. No bias of query, key and value.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(self, shape: Shape, *, rank: int) -> None:
+        super().__init__()
+        self.attention = published("linformer.LinformerSelfAttention")(
+            shape.d_model,
+            longest(shape),
+            k=rank,
+            heads=shape.num_heads,
+            dim_head=shape.attention_head_dim,
+            dropout=shape.attention_dropout,
+        )
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        return self.attention(x_BLD)
+
+
+class LocalAttentionPackage(nn.Module):
+    """`LocalMHA` of local-attention: as many positions on either side as half of `window`.
+
+    That is one more than ours has. No biases, and positions only from the encoder, as ours.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(self, shape: Shape, *, window: int) -> None:
+        super().__init__()
+        self.attention = published("local_attention.LocalMHA")(
+            dim=shape.d_model,
+            window_size=window // 2,
+            dim_head=shape.attention_head_dim,
+            heads=shape.num_heads,
+            dropout=shape.attention_dropout,
+            use_rotary_pos_emb=False,
+        )
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix near positions; [B, L, D]."""
+        return self.attention(x_BLD)
+
+
+class TransformersLongformer(nn.Module):
+    """`LongformerSelfAttention` of transformers, its first positions global, and an output map.
+
+    Half of `window` on either side, which is one position more than ours.
+
+    Raises:
+        ValueError: the package is not installed, or `shape.head_dim` is not d_model / num_heads.
+    """
+
+    def __init__(self, shape: Shape, *, window: int, num_global: int) -> None:
+        super().__init__()
+        self.window, self.num_global = window, num_global
+        models = "transformers.models.longformer"
+        config = published(f"{models}.LongformerConfig")(
+            **transformers_sizes(shape), attention_window=[window]
+        )
+        attention = published(f"{models}.modeling_longformer.LongformerSelfAttention")
+        self.attention = attention(config, layer_id=0)
+        self.out = nn.Linear(shape.d_model, shape.d_model)
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Mix tokens; padding is read by nobody. [B, L, D]."""
+        length = x_BLD.shape[1]
+        x_BLD, mask_BL = filled(x_BLD, self.window), F.pad(mask_BL, (0, -length % self.window))
+        is_global_BL = torch.zeros_like(mask_BL)
+        is_global_BL[:, : self.num_global] = True
+        # Its code for a token: -10000 is not there, 0 reads its window, 10000 is global.
+        code_BL = 10000.0 * (is_global_BL.to(x_BLD.dtype) - (~mask_BL).to(x_BLD.dtype))
+        y_BLD = self.attention(
+            x_BLD,
+            attention_mask=code_BL,
+            is_index_masked=~mask_BL,
+            is_index_global_attn=is_global_BL,
+            is_global_attn=self.num_global > 0,
+        )[0]
+        return self.out(y_BLD[:, :length])
+
+
+class TransformersBigBird(nn.Module):
+    """`BigBirdBlockSparseAttention` of transformers and an output map.
+
+    It works at one length, a multiple of the block. In training it draws random blocks anew in
+    every step, from the first positions where the length is not one of the paper's; it has no
+    dropout inside, and fills an [L, L] table of weights for its caller.
+
+    Raises:
+        ValueError: the package is not installed, `shape.head_dim` is not d_model / num_heads, or
+            the longest input has too few blocks.
+    """
+
+    def __init__(self, shape: Shape, *, block_size: int, num_random: int) -> None:
+        super().__init__()
+        self.block_size, self.length = block_size, longest(shape, block_size)
+        if self.length // block_size <= 5 + 2 * num_random:
+            raise ValueError(
+                f"task.max_length={shape.max_length}: expected more than "
+                f"{5 + 2 * num_random} blocks of {block_size} for BigBird of transformers"
+            )
+        models = "transformers.models.big_bird"
+        config = published(f"{models}.BigBirdConfig")(
+            **transformers_sizes(shape),
+            block_size=block_size,
+            num_random_blocks=num_random,
+            max_position_embeddings=self.length,
+            use_bias=shape.attention_bias,
+        )
+        attention = published(f"{models}.modeling_big_bird.BigBirdBlockSparseAttention")
+        self.masks = published(f"{models}.BigBirdModel").create_masks_for_block_sparse_attn
+        self.attention = attention(config, seed=0)
+        self.out = nn.Linear(shape.d_model, shape.d_model, bias=shape.attention_bias)
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Mix tokens; padding is read by nobody. [B, L, D]."""
+        length, rest = x_BLD.shape[1], self.length - x_BLD.shape[1]
+        real_BL = F.pad(mask_BL, (0, rest)).to(x_BLD.dtype)
+        blocked, band, from_mask, to_mask = self.masks(real_BL, self.block_size)
+        y_BLD = self.attention(
+            F.pad(x_BLD, (0, 0, 0, rest)), band, from_mask, to_mask, blocked, blocked
+        )[0]
+        return self.out(y_BLD[:, :length])
+
+
+class SinkhornTransformer(nn.Module):
+    """`SinkhornSelfAttention` of sinkhorn-transformer, balanced as ours.
+
+    Gumbel noise is always on, and sorted values are sorted keys, by an oversight there. No bias of
+    query, key and value.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        block_size: int,
+        num_iterations: int,
+        temperature: float,
+    ) -> None:
+        super().__init__()
+        self.block_size = block_size
+        path = "sinkhorn_transformer.sinkhorn_transformer.SinkhornSelfAttention"
+        self.attention = published(path)(
+            shape.d_model,
+            block_size,
+            longest(shape, block_size),
+            heads=shape.num_heads,
+            dim_head=shape.attention_head_dim,
+            non_permutative=False,
+            sinkhorn_iter=num_iterations,
+            temperature=temperature,
+            attn_dropout=shape.attention_dropout,
+        )
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        return self.attention(filled(x_BLD, self.block_size))[:, : x_BLD.shape[1]]
+
+
+class ReformerPytorch(nn.Module):
+    """`LSHSelfAttention` of reformer-pytorch.
+
+    It has as many buckets in a round as chunks, hashes anew in every call, and weighs rounds
+    against each other behind their softmax. As in ours, query and value have no bias and weights
+    are not dropped.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+
+    def __init__(self, shape: Shape, *, num_hashes: int, chunk_length: int) -> None:
+        super().__init__()
+        self.chunk_length = chunk_length
+        self.attention = published("reformer_pytorch.LSHSelfAttention")(
+            shape.d_model,
+            heads=shape.num_heads,
+            bucket_size=chunk_length,
+            n_hashes=num_hashes,
+            dim_head=shape.attention_head_dim,
+        )
+
+    def forward(self, x_BLD: Tensor, _mask_BL: Tensor) -> Tensor:
+        """Mix all positions; [B, L, D]."""
+        return self.attention(filled(x_BLD, 2 * self.chunk_length))[:, : x_BLD.shape[1]]
+
+
+def shared_options(name: str, model: Mapping[str, Any]) -> dict[str, Any]:
+    """What a peer takes of the options of our model, `model` of its composed config."""
+    target: Any = load_target(TARGETS[name], "model")
+    return {k: v for k, v in model.items() if k in inspect.signature(target).parameters}
+
+
+def published(path: str) -> Any:
+    """What a package calls `path`.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError:
+        package = module.partition(".")[0].replace("_", "-")
+        raise ValueError(
+            f"{package} is not installed; pip install -e '.[bench]' brings it"
+        ) from None
+
+
+def transformers_sizes(shape: Shape) -> dict[str, Any]:
+    """What all configs of transformers call alike.
+
+    Raises:
+        ValueError: `shape.head_dim` is not d_model / num_heads.
+    """
+    if shape.num_heads * shape.attention_head_dim != shape.d_model:
+        raise ValueError(
+            f"shape.head_dim={shape.head_dim}: transformers has d_model / num_heads only"
+        )
+    return {
+        "hidden_size": shape.d_model,
+        "num_attention_heads": shape.num_heads,
+        "attention_probs_dropout_prob": shape.attention_dropout,
+    }
+
+
+def longest(shape: Shape, multiple: int = 1) -> int:
+    """Positions of the longest input, filled up to a multiple."""
+    length = shape.max_length + (shape.pooling == "cls")
+    return length + -length % multiple
+
+
+def filled(x_BLD: Tensor, multiple: int) -> Tensor:
+    """With zeros behind the tokens, so that the length is a multiple."""
+    return F.pad(x_BLD, (0, 0, 0, -x_BLD.shape[1] % multiple))

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from torch import nn
 
+from lra.cli import all_models
 from lra.config import RunConfig, fill
 from lra.results import efficiency
-from lra.speed import cells, peers
+from lra.speed import cells, peers, textbook
 from lra.speed.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
 from lra.speed.breakdown import ORDER, Roofline, breakdown, breakdown_rows, count
 from lra.speed.cells import CellFailed, in_own_process
 from lra.speed.measure import measure, random_batch, step_times
 from lra.training.hardware import Hardware
-from models.encoder import make_encoder
+from models.encoder import Encoder, make_encoder
 from models.shape import Shape
 from tests import programs
 
@@ -231,47 +235,91 @@ def test_a_message_is_one_line_and_the_code_is_that_of_wrong_input(tmp_path: Pat
     assert done.stderr == "error: lengths=0: expected at least 1\n"
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("nystrom_attention", "nystrom_attention"), ("transformers_nystromformer", "transformers")],
-)
+@pytest.mark.parametrize("name", [name for name, peer in peers.PEERS.items() if peer.package])
 def test_a_missing_package_is_named_with_its_extra(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
+    package = peers.PEERS[name].package or ""
+    module = package.replace("-", "_")
     for loaded in [m for m in sys.modules if m.split(".")[0] == module]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ValueError, match=re.escape("pip install -e '.[bench]'")):
+    message = f"{package} is not installed; pip install -e '.[bench]'"
+    with pytest.raises(ValueError, match=re.escape(message)):
         values(script, name, 32)
 
 
-@pytest.mark.parametrize("name", [*peers.PEERS, *peers.REFERENCES])
-def test_peers_mix_in_the_same_encoder(name: str) -> None:
-    packages = {
-        "nystrom_attention": "nystrom_attention",
-        "transformers_nystromformer": "transformers",
-    }
-    if name in packages:
-        pytest.importorskip(packages[name])
-    target = getattr(peers, (peers.PEERS | peers.REFERENCES)[name].rpartition(".")[2])
-    shape = Shape(vocab_size=9, max_length=20, d_model=8, num_heads=2, d_ff=8, dropout=0.0)
-    knobs = {"num_landmarks": 8} if "nystrom" in name else {}
+def test_peers_stand_against_models_and_come_with_the_extra() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = {Requirement(text).name for text in extra["optional-dependencies"]["bench"]}
+    assert packages == {peer.package for peer in peers.PEERS.values() if peer.package}
+    assert {peer.model for peer in peers.PEERS.values()} <= set(all_models())
+
+
+NYSTROM = {"num_landmarks": 8, "conv_kernel_size": 3}
+SMALL: dict[str, dict[str, Any]] = {  # options for 20 tokens
+    "nystrom_attention": NYSTROM | {"pinv_iterations": 2},
+    "transformers_nystromformer": NYSTROM,
+    "textbook_nystromformer": NYSTROM,
+    "performer_pytorch": {"kernel": "softmax", "num_features": 6},
+    "linformer_package": {"rank": 3},
+    "local_attention": {"window": 6},
+    "transformers_longformer": {"window": 6, "num_global": 1},
+    "transformers_bigbird": {"block_size": 2, "num_random": 1},
+    "sinkhorn_transformer": {"block_size": 8, "num_iterations": 2, "temperature": 0.75},
+    "reformer_pytorch": {"num_hashes": 2, "chunk_length": 3},
+}
+
+
+def peer_encoder(name: str, **sizes: Any) -> Encoder:
+    """A small one with the peer inside; skipped where its package is not installed."""
+    if name in peers.PEERS and (package := peers.PEERS[name].package):
+        pytest.importorskip(package.replace("-", "_"))
+    module, _, target = peers.TARGETS[name].rpartition(".")
+    shape = Shape(vocab_size=9, max_length=20, d_model=8, num_heads=2, d_ff=8, **sizes)
     torch.manual_seed(0)
-    encoder = make_encoder(target, shape, **knobs).eval()
+    target_class = getattr(importlib.import_module(module), target)
+    return make_encoder(target_class, shape, **SMALL.get(name, {}))
+
+
+@pytest.mark.parametrize("name", peers.TARGETS)
+def test_peers_mix_in_the_same_encoder(name: str) -> None:
+    encoder = peer_encoder(name, dropout=0.0).eval()
     x_BLD = encoder(torch.randint(1, 9, (2, 20)), torch.ones(2, 20, dtype=torch.bool))
     assert x_BLD.shape == (2, 20, 8) and x_BLD.isfinite().all()
     x_BLD.sum().backward()
     assert all(p.grad is not None for p in encoder.blocks[0].mixer.parameters())
 
 
+@pytest.mark.parametrize("name", peers.TARGETS)
+def test_peers_train_on_a_short_row_with_a_class_token(name: str) -> None:
+    encoder = peer_encoder(name, pooling="cls").train()
+    encoder(torch.randint(1, 9, (2, 7)), torch.ones(2, 7, dtype=torch.bool)).sum().backward()
+
+
+def test_a_peer_has_the_options_of_our_model(script: ModuleType) -> None:
+    pytest.importorskip("performer_pytorch")
+    ours, peer = (values(script, m, 32)["model"] for m in ("performer", "performer_pytorch"))
+    assert peer.pop("_target_") == "lra.speed.peers.PerformerPytorch"
+    assert peer == {"kernel": ours["kernel"], "num_features": ours["num_features"]}
+    assert values(script, "performer_pytorch:num_features=8", 32)["model"]["num_features"] == 8
+
+
+def test_a_length_that_a_peer_does_not_have_is_refused(script: ModuleType) -> None:
+    pytest.importorskip("transformers")
+    settings = script.Settings(lengths=(2048, 160))
+    with pytest.raises(ValueError, match="max_length=160: expected more than 11 blocks of 16"):
+        script.composed(["transformers_bigbird"], [], settings)
+
+
 def test_the_textbook_mixes_as_the_softmax_model_does() -> None:
     from models.softmax import SoftmaxAttention
 
     shape = Shape(vocab_size=9, max_length=20, d_model=8, num_heads=2)
-    ours, textbook = SoftmaxAttention(shape).eval(), peers.TextbookAttention(shape).eval()
-    textbook.load_state_dict(ours.state_dict())
+    ours, theirs = SoftmaxAttention(shape).eval(), textbook.TextbookAttention(shape).eval()
+    theirs.load_state_dict(ours.state_dict())
     x_BLD, mask_BL = torch.randn(2, 20, 8), torch.ones(2, 20, dtype=torch.bool)
-    torch.testing.assert_close(textbook(x_BLD, mask_BL), ours(x_BLD, mask_BL))
+    torch.testing.assert_close(theirs(x_BLD, mask_BL), ours(x_BLD, mask_BL))
 
 
 def test_textbook_nystrom_mixes_as_ours_does() -> None:
@@ -279,12 +327,12 @@ def test_textbook_nystrom_mixes_as_ours_does() -> None:
 
     shape = Shape(vocab_size=9, max_length=24, d_model=8, num_heads=2)
     ours = NystromAttention(shape, num_landmarks=4, pinv_init="global")
-    textbook = peers.TextbookNystrom(shape, num_landmarks=4)
+    theirs = textbook.TextbookNystrom(shape, num_landmarks=4)
     state = ours.state_dict()
     state["conv.weight"] = state.pop("conv_HW")[:, None, :, None]
-    textbook.load_state_dict(state)
+    theirs.load_state_dict(state)
     x_BLD, mask_BL = torch.randn(2, 24, 8), torch.ones(2, 24, dtype=torch.bool)
-    torch.testing.assert_close(textbook(x_BLD, mask_BL), ours(x_BLD, mask_BL))
+    torch.testing.assert_close(theirs(x_BLD, mask_BL), ours(x_BLD, mask_BL))
 
 
 def test_counted_operations_and_bytes_of_a_linear_map() -> None:
@@ -360,3 +408,24 @@ def test_all_models_are_measured_by_default_and_peers_on_demand(script: ModuleTy
     assert "transformer" not in models  # another name of softmax
     more = script.chosen(dataclasses.replace(script.Settings(), peers=True))
     assert more == [*models, *peers.PEERS]
+    some = script.Settings(models=("luna", "performer:num_features=8"), peers=True)
+    assert script.chosen(some) == ["luna", "performer:num_features=8", "performer_pytorch"]
+
+
+def test_models_are_shown_as_multiples_of_their_peers(script: ModuleType) -> None:
+    speeds = {"local": [3.0, 8.0], "local:window=8": [6.0, 8.0], "local_attention": [2.0, 4.0]}
+    rounds = script.Rounds(dict.fromkeys(speeds), script.Settings(lengths=(64, 96)))
+    rounds.measured = [
+        {Key(model, 64, "train"): Measurement("ok", found[i]) for model, found in speeds.items()}
+        for i in range(2)
+    ]
+    (title, table), (other, empty) = script.peer_tables(rounds)
+    assert title.startswith("train, ") and other.startswith("inference, ")
+    assert table.header == ["Model", "Peer", "64", "96"]
+    assert table.rows == [
+        ["local", "local_attention", "1.75 (spread 29 %)", "-"],
+        ["local:window=8", "local_attention", "2.50 (spread 40 %)", "-"],
+    ]
+    assert {cell for row in empty.rows for cell in row[2:]} == {"-"}
+    rounds.configs = {"luna": None}
+    assert script.peer_tables(rounds) == []

@@ -24,6 +24,7 @@ from lra.training.hardware import Hardware
 from models.classifier import Classifier
 from models.encoder import Encoder
 from models.shape import Shape
+from scripts import inspect_model
 from tests import programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,6 +304,22 @@ def test_the_report_of_the_default_run(tmp_path: Path) -> None:
         "1,024", "2,048", "4,096", "8,192", "16,384",
     ]  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+def test_all_models_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect_model, "all_models", lambda: ["softmax", "luna"])
+    lines = [
+        " ".join(line.split()) for line in inspect_model.overview(["model=all"], [64]).split("\n")
+    ]
+    assert lines[1] == "parameters lra luna mega nystromformer s4 s5"
+    assert " 205,706 " in lines[2] and lines[2].startswith("softmax ")
+    assert " +12.8 %* " in lines[3] and lines[3].startswith("luna ")
+    assert lines[5:8] == [
+        "operations of a forward pass by length, listops, recipe nystromformer",
+        "FLOPs a token 64",
+        f"softmax {whole_flops(softmax_flops(64), 64) / 64:,.0f}",
+    ]
+    assert lines[8].startswith("luna ") and len(lines) == 9
 
 
 def test_the_report_of_a_changed_pair_task(tmp_path: Path) -> None:
