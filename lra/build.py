@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lra.tasks.task import Task
     from models.classifier import Classifier
 
+FROM_TASK = ("vocab_size", "max_length", "picture_width")  # what a shape has from the task
+
 
 def make_task(config: RunConfig) -> Task:
     """The task that `task._target_` names.
@@ -43,11 +45,21 @@ def make_model(config: RunConfig, task: Task, model: Mapping[str, Any] | None = 
 
     target, knobs = _target(config.model if model is None else model, "model")
     shape = fill(
-        Shape, config.shape, "shape", vocab_size=task.vocab_size, max_length=task.max_length
+        Shape,
+        config.shape,
+        "shape",
+        vocab_size=task.vocab_size,
+        max_length=task.max_length,
+        picture_width=task.picture_size[1] if task.picture_size else None,
     )
     if shape.input == "real" and task.picture_size is None:
         raise ValueError(
             f"shape.input=real: values of task {task.name} are symbols, not pixels; expected ids"
+        )
+    if shape.positions == "rotary_2d" and task.picture_size is None:
+        raise ValueError(
+            f"shape.positions=rotary_2d: inputs of task {task.name} are no pictures; expected "
+            "learned, sinusoidal, none or rotary"
         )
     encoder = make_encoder(target, shape, **check(target, knobs, "model", ["shape"]))
     return Classifier(encoder, shape, task.num_classes, task.num_sequences)
@@ -69,7 +81,7 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         | check(task_target, task, "task", ["data_dir"]),
         "model": {"_target_": config.model["_target_"]}
         | check(model_target, model, "model", ["shape"]),
-        "shape": check(Shape, config.shape, "shape", ["vocab_size", "max_length"]),
+        "shape": check(Shape, config.shape, "shape", FROM_TASK),
     }
     return _plain(plain)
 

@@ -47,7 +47,7 @@ LATER: dict[str, Any] = {
     "shape.norm_kind": "layer", "shape.norm_momentum": 0.1,
     "shape.input": "ids", "shape.input_mean": 0.0, "shape.input_std": 1.0,
     "shape.embedding_dropout": None, "shape.head_activation": "relu", "shape.head_dropout": 0.0,
-    "train.warmup_power": 1.0,
+    "shape.rotary_theta": 10000.0, "train.warmup_power": 1.0,
 }  # fmt: skip
 
 

@@ -95,6 +95,8 @@ def compare(plan: Plan, params: int) -> tuple[list[str], int]:
     with torch.device("meta"):
         baseline = num_params(make_model(plan.config, plan.task, plan.reference.baseline_model))
     why_not = changes(plan, ("shape.", "train.", "task."), "recipe")
+    if plan.plain["shape"]["positions"] == "rotary_2d":
+        why_not.append("rows and columns of pixels, outside the benchmark's rules")
     if plan.config.init_from:
         why_not.append(f"init_from={plan.config.init_from}")
     if 10 * params > 11 * baseline:
@@ -128,6 +130,8 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
     extra = task.protocol
     if plan.plain["shape"]["input"] == "real":
         extra["input"] = "real"
+    if plan.plain["shape"]["positions"] == "rotary_2d":
+        extra["positions"] = "rotary_2d"
     return Protocol(
         data=kind,
         budget="reduced" if train.num_steps * train.batch_size < full else "full",

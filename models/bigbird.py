@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from models.layers import StackedLinear, attend
 from models.patterns import Chosen, Drawn, Window, attend_pieces, key_mask
+from models.positions import Rotary
 from models.shape import Shape
 
 
@@ -83,6 +84,7 @@ class BigBirdAttention(nn.Module):
         width = shape.num_heads * shape.attention_head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
@@ -96,6 +98,7 @@ class BigBirdAttention(nn.Module):
             rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
             for part in self.qkv(x_BLD).chunk(3, dim=-1)
         )
+        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
         rate = self.dropout if self.training else 0.0
         if self.is_full:
             y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, mask_BL, query_mask_BL=mask_BL, dropout=rate)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from models.dropout import Dropout, TiedDropout
 from models.layers import Embedding, FeedForward, initialise
 from models.norm import NoNorm, frozen_statistics, make_norm
+from models.positions import Rotary
 from models.shape import Shape
 
 
@@ -77,6 +78,9 @@ class Encoder(nn.Module):
         shape: sizes and layout.
         mixer: makes one mixer; called once for each layer, or once in all with `shape.tie_layers`.
         block: makes a layer from `shape` and a mixer, for models whose layers differ in more.
+
+    Raises:
+        ValueError: `shape.positions` are rotary, and a layer does not turn by them.
     """
 
     def __init__(
@@ -90,6 +94,13 @@ class Encoder(nn.Module):
         self.embedding = Embedding(shape)
         num_blocks = 1 if shape.tie_layers else shape.num_layers
         self.blocks = nn.ModuleList(block(shape, mixer()) for _ in range(num_blocks))
+        for layer in self.blocks if shape.is_rotary else ():
+            if not any(isinstance(part, Rotary) for part in layer.modules()):
+                name = type(getattr(layer, "mixer", layer)).__name__
+                raise ValueError(
+                    f"shape.positions={shape.positions}: {name} turns no queries and keys by their "
+                    "positions; expected learned, sinusoidal or none"
+                )
         self.norm = make_norm(shape) if shape.norm == "pre" else NoNorm()
         self.checkpoint_layers = False  # in training, recompute each layer instead of keeping it
         initialise(self, shape.init)

@@ -13,11 +13,13 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from models.encoder import Encoder
 from models.layers import StackedLinear, attend
+from models.positions import Rotary
 from models.shape import Shape
 
 
@@ -61,6 +63,7 @@ class LinformerAttention(nn.Module):
         self.query = nn.Linear(shape.d_model, width, bias=shape.attention_bias)
         self.kv = StackedLinear(shape.d_model, width, parts=2, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
         num_rows = shape.max_length + (shape.pooling == "cls")
         tables = (1 if share_kv else 2, 1 if share_heads else shape.num_heads)
         self.table_SGRM = nn.Parameter(torch.empty(*tables, rank, num_rows))
@@ -74,6 +77,8 @@ class LinformerAttention(nn.Module):
         """Mix tokens; mask_BL is True at real tokens. Results at padding mean nothing."""
         q_BHLK = rearrange(self.query(x_BLD), "b l (h k) -> b h l k", h=self.num_heads)
         k_BHRK, v_BHRK = (part.to(q_BHLK.dtype) for part in self.projected(x_BLD, mask_BL))
+        if self.rotary.is_on:
+            (q_BHLK,), k_BHRK = self.rotary(q_BHLK), self.turned_keys(x_BLD, mask_BL)
         y_BHLK = attend(
             q_BHLK,
             k_BHRK,
@@ -105,6 +110,18 @@ class LinformerAttention(nn.Module):
             part + count_BSGR[:, min(s, len(table_SGRM) - 1), ..., None] * bias_SHK[s, :, None]
             for s, part in enumerate(projected)
         ]
+
+    def turned_keys(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """Keys after their table, [B, H, R, K], where positions turn them before it.
+
+        So there have to be keys of all tokens.
+        """
+        width = len(self.kv.weight) // 2
+        bias = None if self.kv.bias is None else self.kv.bias[:width]
+        k_BLE = F.linear(x_BLD, self.kv.weight[:width], bias)
+        (k_BHLK,) = self.rotary(rearrange(k_BLE, "b l (h k) -> b h l k", h=self.num_heads))
+        k_BHLK = k_BHLK.masked_fill(~mask_BL[:, None, :, None], 0.0)
+        return self.table_SGRM[0, ..., : x_BLD.shape[1]] @ k_BHLK
 
 
 class LinformerEncoder(Encoder):

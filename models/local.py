@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.layers import StackedLinear, check_causal
 from models.patterns import Window, attend_pieces, distance_mask, key_mask
+from models.positions import Rotary
 from models.shape import Shape
 
 Pattern = Literal["window", "blocks", "strided"]
@@ -45,7 +46,8 @@ class LocalAttention(nn.Module):
 
     Raises:
         ValueError: an option is out of range, causal attention is asked for with a pooling that
-            reads the first position, or with pattern strided.
+            reads the first position, or with pattern strided, or that pattern with rotary
+            positions.
     """
 
     def __init__(
@@ -71,6 +73,12 @@ class LocalAttention(nn.Module):
                 "model.causal=true with model.pattern=strided: its blocks mix what comes early and "
                 "late; use model.pattern=window or blocks"
             )
+        if shape.is_rotary and pattern == "strided":
+            raise ValueError(
+                f"shape.positions={shape.positions} with model.pattern=strided, which is the "
+                "arena's own code: use model.pattern=window or blocks, or shape.positions=learned, "
+                "sinusoidal or none"
+            )
         check_causal(shape, causal)
         self.num_heads = shape.num_heads
         self.dropout = shape.attention_dropout
@@ -84,6 +92,7 @@ class LocalAttention(nn.Module):
         width = shape.num_heads * shape.attention_head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
 
     @property
     def reach(self) -> int | None:
@@ -103,6 +112,7 @@ class LocalAttention(nn.Module):
             rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
             for part in self.qkv(x_BLD).chunk(3, dim=-1)
         )
+        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
         y_BLD = self.out(
             rearrange(self.attend(q_BHLK, k_BHLK, v_BHLK, mask_BL), "b h l k -> b l (h k)")
         )

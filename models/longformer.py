@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from models.dropout import Dropout
 from models.layers import StackedLinear, check_causal
 from models.patterns import Chosen, Window, attend_pieces, distance_mask, key_mask
+from models.positions import Rotary
 from models.shape import Shape
 
 
@@ -55,6 +56,7 @@ class LongformerAttention(nn.Module):
             StackedLinear(shape.d_model, width, parts=3, bias=bias) if num_global > 0 else None
         )
         self.out = nn.Linear(width, shape.d_model, bias=bias)
+        self.rotary = Rotary(shape)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
@@ -69,6 +71,7 @@ class LongformerAttention(nn.Module):
             rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
             for part in self.qkv(x_BLD).chunk(3, dim=-1)
         )
+        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
         back, ahead = (self.window - 1) // 2, 0 if self.causal else self.window // 2
         rows = max(1, min(128, max(back, ahead)))
         before, after = -(-back // rows), -(-ahead // rows)
@@ -100,18 +103,24 @@ class LongformerAttention(nn.Module):
     def global_rows(self, x_BLD: Tensor, mask_BL: Tensor, index_M: Tensor) -> Tensor:
         """What these positions read of all, by the second set of maps; [B, M, H * K].
 
-        The maps of keys and values are applied to the few queries and sums, not to all tokens.
+        The maps of keys and values are applied to the few queries and sums, not to all tokens; but
+        that of keys is, where positions turn its results.
         """
         assert self.global_qkv is not None
         parts, dtype = self.global_qkv.parts, x_BLD.dtype
         query_ED, key_ED, value_ED = self.global_qkv.weight.chunk(parts)
         bias = self.global_qkv.bias
-        query_E, _, value_E = (None,) * 3 if bias is None else bias.chunk(parts)
+        query_E, key_E, value_E = (None,) * 3 if bias is None else bias.chunk(parts)
         q_BME = nn.functional.linear(x_BLD[:, index_M], query_ED, query_E) * self.head_dim**-0.5
         q_BHMK = rearrange(q_BME, "b m (h k) -> b h m k", h=self.num_heads)
-        # The bias of the keys adds the same to all scores of a query: the softmax cancels it.
-        q_BHMD = q_BHMK @ key_ED.to(q_BHMK.dtype).unflatten(0, (self.num_heads, -1))
-        score_BHML = torch.einsum("bhmd,bld->bhml", q_BHMD, x_BLD)
+        if self.rotary.is_on:
+            k_BLE = nn.functional.linear(x_BLD, key_ED, key_E)
+            (k_BHLK,) = self.rotary(rearrange(k_BLE, "b l (h k) -> b h l k", h=self.num_heads))
+            score_BHML = self.rotary.at(q_BHMK, index_M) @ k_BHLK.mT
+        else:
+            # The bias of the keys adds the same to all scores of a query: the softmax cancels it.
+            q_BHMD = q_BHMK @ key_ED.to(q_BHMK.dtype).unflatten(0, (self.num_heads, -1))
+            score_BHML = torch.einsum("bhmd,bld->bhml", q_BHMD, x_BLD)
         score_BHML = score_BHML.to(torch.promote_types(score_BHML.dtype, torch.float32))
         readable_B1ML = mask_BL[:, None, None]
         if self.causal:

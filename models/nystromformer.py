@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.layers import StackedLinear, attend
+from models.positions import Rotary
 from models.shape import Shape
 
 PinvInit = Literal["per_matrix", "global"]
@@ -99,6 +100,7 @@ class NystromAttention(nn.Module):
         width = shape.num_heads * shape.attention_head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
         self.conv_HW: nn.Parameter | None = None
         if conv_kernel_size is not None:
             # PyTorch's default for a convolution with this many inputs to one output.
@@ -110,7 +112,7 @@ class NystromAttention(nn.Module):
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; mask_BL is True at real tokens. Results at padding mean nothing."""
         qkv_BLTHK = rearrange(self.qkv(x_BLD), "b l (t h k) -> b l t h k", t=3, h=self.num_heads)
-        y_BHLK = self.attend(qkv_BLTHK, mask_BL)
+        y_BHLK = self.attend(self.rotary.stacked(qkv_BLTHK, 2), mask_BL)
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
 
     def attend(self, qkv_BLTHK: Tensor, mask_BL: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from models.kernels import all_sums, causal_sums, widened, with_count
 from models.layers import StackedLinear, check_causal
+from models.positions import Rotary
 from models.shape import Shape
 
 Kernel = Literal["softmax", "relu"]
@@ -40,6 +41,7 @@ class PerformerState:
 
     sum_BHMJ: Tensor  # of outer products of key features and values
     largest_BH11: Tensor  # exponent of the keys
+    num_steps: int = 0
 
 
 class PerformerAttention(nn.Module):
@@ -123,6 +125,12 @@ class PerformerAttention(nn.Module):
                 "model.kernel=relu: model.features=trigonometric and model.scale_twice=true act "
                 "only with model.kernel=softmax"
             )
+        if shape.is_rotary and num_features is None:
+            raise ValueError(
+                f"shape.positions={shape.positions} with model.num_features=null: products of such "
+                "features do not depend on the distance of positions alone; use "
+                "model.num_features=64, or shape.positions=learned, sinusoidal or none"
+            )
         if trigonometric and epsilon is not None:
             raise ValueError(
                 f"model.epsilon={epsilon}: acts only with model.features=positive or "
@@ -145,6 +153,7 @@ class PerformerAttention(nn.Module):
         width = shape.num_heads * self.head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
         self.projection_MK: Tensor | None
         projection_MK = None
         if num_features is not None and orthogonal:
@@ -162,6 +171,7 @@ class PerformerAttention(nn.Module):
         """Attention between the linear maps; [B, H, L, K]."""
         with torch.autocast(qkv_TBHLK.device.type, enabled=False):
             q_BHLK, k_BHLK, v_BHLK = widened(qkv_TBHLK)
+            q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
             if self.padded_keys:
                 padding_B1L1 = ~mask_BL[:, None, :, None]
                 k_BHLK, v_BHLK = (x.masked_fill(padding_B1L1, 0.0) for x in (k_BHLK, v_BHLK))
@@ -196,13 +206,14 @@ class PerformerAttention(nn.Module):
         with torch.autocast(x_B1D.device.type, enabled=False):
             mask_B1 = torch.ones(x_B1D.shape[:2], dtype=torch.bool, device=x_B1D.device)
             q_BH1K, k_BH1K, v_BH1K = widened(qkv_TBH1K)
+            q_BH1K, k_BH1K = self.rotary(q_BH1K, k_BH1K, first=state.num_steps)
             q_BH1M, k_BH1M, largest_BH11 = self._causal_features(
                 q_BH1K, k_BH1K, mask_B1, state.largest_BH11
             )
             sum_BHMJ = state.sum_BHMJ + k_BH1M.mT @ with_count(v_BH1K, mask_B1)
             y_BH1K = weighted_mean(q_BH1M @ sum_BHMJ, signed=False).to(qkv_TBH1K.dtype)
         y_B1D = self.out(rearrange(y_BH1K, "b h l k -> b l (h k)"))
-        return y_B1D, PerformerState(sum_BHMJ=sum_BHMJ, largest_BH11=largest_BH11)
+        return y_B1D, PerformerState(sum_BHMJ, largest_BH11, state.num_steps + 1)
 
     def _project(self, x_BLD: Tensor) -> Tensor:
         parts = rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from models.dropout import has_fast_path, side_by_side
 from models.layers import StackedLinear
+from models.positions import Rotary
 from models.shape import Shape
 
 Variant = Literal["hashed", "arena"]
@@ -139,6 +140,7 @@ class ReformerAttention(nn.Module):
         self.padded_chunks = padded_chunks
         self.mask_later = mask_later
         self.is_arena = variant == "arena"
+        self.rotary = Rotary(shape)
         self.query_value = StackedLinear(
             shape.d_model, width, parts=2, bias=self.is_arena and shape.attention_bias
         )
@@ -162,7 +164,7 @@ class ReformerAttention(nn.Module):
         qv_BLTHK = rearrange(
             self.query_value(x_BLD), "b l (t h k) -> b l t h k", t=2, h=self.num_heads
         )
-        y_BLHK = self.attend(qv_BLTHK, mask_BL)
+        y_BLHK = self.attend(self.rotary.stacked(qv_BLTHK, 1), mask_BL)
         if self.is_arena:
             return y_BLHK.transpose(1, 2).reshape(x_BLD.shape)[:, :length]
         return self.out(y_BLHK.flatten(2))

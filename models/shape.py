@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Pooling = Literal["mean", "padded_mean", "cls", "first", "last", "max", "attention"]
+Positions = Literal["learned", "sinusoidal", "none", "rotary", "rotary_2d"]  # 2d: of pixels
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Shape:
     norm: Literal["pre", "post"] = "pre"  # normalise before or behind each part of a layer
     norm_kind: Literal["layer", "batch", "scale", "rms"] = "layer"  # batch: over real tokens
     norm_momentum: float = 0.1  # of running statistics, norm_kind=batch: share of the newest batch
-    positions: Literal["learned", "sinusoidal", "none"] = "learned"  # added to the tokens
+    positions: Positions = "learned"  # rotary ones turn queries and keys, the others are added
+    rotary_theta: float = 10000.0  # positions=rotary: the larger, the slower the slowest angle
     input: Literal["ids", "real"] = "ids"  # real: a pixel is a number, in a linear map, not an id
     input_mean: float = 0.0  # input=real: taken from pixels in [0, 1]
     input_std: float = 1.0  # input=real: then they are divided by it
@@ -47,6 +49,7 @@ class Shape:
     head_dropout: float = 0.0  # rate, inside the classifier, before its activations
     head_bias: bool = True  # bias of the classifier's last layer
     pair_features: Literal["four", "concat"] = "four"  # u, v, u*v, u-v or u, v
+    picture_width: int | None = None  # of a task whose values are pixels, row by row
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_layers", "num_heads"):
@@ -74,6 +77,19 @@ class Shape:
             )
         if self.head_dim is not None and self.head_dim < 1:
             raise ValueError(f"shape.head_dim={self.head_dim}: expected at least 1")
+        if not 0 < self.rotary_theta < math.inf:
+            raise ValueError(f"shape.rotary_theta={self.rotary_theta}: expected a number above 0")
+        multiple = {"rotary": 2, "rotary_2d": 4}.get(self.positions, 1)
+        if self.attention_head_dim % multiple:
+            raise ValueError(
+                f"shape.positions={self.positions}: heads are {self.attention_head_dim} wide, "
+                f"expected a multiple of {multiple}; set shape.head_dim or shape.num_heads"
+            )
+
+    @property
+    def is_rotary(self) -> bool:
+        """Whether positions turn queries and keys."""
+        return self.positions in ("rotary", "rotary_2d")
 
     @property
     def attention_head_dim(self) -> int:

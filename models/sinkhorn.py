@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.dropout import Dropout, has_fast_path
 from models.layers import StackedLinear
+from models.positions import Rotary
 from models.shape import Shape
 
 Variant = Literal["sorted", "arena"]
@@ -95,12 +96,14 @@ class SinkhornAttention(nn.Module):
         width = shape.num_heads * shape.attention_head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
         self.dropout = Dropout(shape.attention_dropout)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; mask_BL is True at real tokens. Results at padding mean nothing."""
         length = x_BLD.shape[1]
-        qkv_BLE = self.qkv(x_BLD)
+        qkv_BLTHK = self.qkv(x_BLD).unflatten(2, (3, self.num_heads, -1))
+        qkv_BLE = self.rotary.stacked(qkv_BLTHK, 2).flatten(2)
         if length % self.block_size:
             rest = -length % self.block_size
             qkv_BLE = F.pad(qkv_BLE, (0, 0, 0, rest))

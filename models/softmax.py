@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.layers import StackedLinear, attend, check_causal
+from models.positions import Rotary
 from models.shape import Shape
 
 
@@ -34,6 +35,7 @@ class SoftmaxAttention(nn.Module):
         width = shape.num_heads * shape.attention_head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
@@ -41,6 +43,7 @@ class SoftmaxAttention(nn.Module):
             rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
             for part in self.qkv(x_BLD).chunk(3, dim=-1)
         )
+        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
         y_BHLK = attend(
             q_BHLK,
             k_BHLK,

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.layers import StackedLinear, attend, check_causal
 from models.patterns import Chosen, Column, Piece, Window, attend_pieces, distance_mask, key_mask
+from models.positions import Rotary
 from models.shape import Shape
 
 Pattern = Literal["fixed", "strided"]
@@ -76,6 +77,7 @@ class SparseAttention(nn.Module):
         width = shape.num_heads * shape.attention_head_dim
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
+        self.rotary = Rotary(shape)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
@@ -83,6 +85,7 @@ class SparseAttention(nn.Module):
             rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
             for part in self.qkv(x_BLD).chunk(3, dim=-1)
         )
+        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
         rate = self.dropout if self.training else 0.0
         # The opened position becomes the last row of a block of its own, in front of the others.
         front = self.block_size - 1 if self.opens_first else 0

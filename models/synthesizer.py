@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.dropout import Dropout
 from models.layers import check_causal
+from models.positions import Rotary
 from models.shape import Shape
 
 PARTS = ("dense", "factorized_dense", "random", "factorized_random")
@@ -73,6 +74,12 @@ class SynthesizerAttention(nn.Module):
             )
         if rank < 1:
             raise ValueError(f"model.rank={rank}: expected at least 1")
+        if shape.is_rotary and not dot_product:
+            raise ValueError(
+                f"shape.positions={shape.positions} with model.dot_product=false: there are no "
+                "queries and keys to turn; set model.dot_product=true, or shape.positions=learned, "
+                "sinusoidal or none"
+            )
         self.num_heads = num_heads = shape.num_heads
         self.scale = shape.attention_head_dim**-0.5
         self.causal = causal
@@ -83,6 +90,7 @@ class SynthesizerAttention(nn.Module):
         self.key = nn.Linear(shape.d_model, width, bias=bias) if dot_product else None
         self.value = nn.Linear(shape.d_model, width, bias=bias)
         self.out = nn.Linear(width, shape.d_model, bias=bias)
+        self.rotary = Rotary(shape)
         self.dropout = Dropout(shape.attention_dropout)
 
         self.random_HMM: nn.Parameter | None = None
@@ -110,7 +118,9 @@ class SynthesizerAttention(nn.Module):
             assert random_HLL is not None
             if spread(random_HLL) < LARGEST_SPREAD:
                 return self.out(self.read_alike(random_HLL, v_BHLK, mask_BL).to(x_BLD.dtype))
-        k_BHLK = None if self.key is None else self.split_heads(self.key(x_BLD))
+        k_BHLK = None
+        if self.key is not None:
+            (k_BHLK,) = self.rotary(self.split_heads(self.key(x_BLD)))
         # A row of padding reads everything, so that it stays finite.
         mask_BL = mask_BL | ~mask_BL.any(dim=1, keepdim=True)
         block_size = BLOCK_SIZE["cpu" if x_BLD.device.type == "cpu" else "other"]
@@ -166,7 +176,9 @@ class SynthesizerAttention(nn.Module):
             row_BHNab = a_BHNa[..., None] * b_BHNb[..., None, :]
             parts.append(row_BHNab.flatten(-2)[..., :length])
         if self.query is not None and k_BHLK is not None:
-            parts.append(self.split_heads(self.query(x_BND) * self.scale) @ k_BHLK.mT)
+            q_BHNK = self.split_heads(self.query(x_BND) * self.scale)
+            (q_BHNK,) = self.rotary(q_BHNK, first=start)
+            parts.append(q_BHNK @ k_BHLK.mT)
         if random_HNL is not None:
             parts.append(random_HNL[None])
         # In place, as these are the largest tensors there are; only a table must be left as it is.

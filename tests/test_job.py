@@ -103,6 +103,20 @@ def test_real_input_is_for_pixels_and_stands_in_the_protocol(
     assert run(tmp_path / "ids").protocol.options == {}
 
 
+def test_positions_in_a_picture_are_for_pixels_and_outside_the_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = {"positions": "rotary_2d"}
+    with pytest.raises(ValueError, match="positions=rotary_2d: inputs of task toy are no pictures"):
+        run(tmp_path, shape=change)
+    monkeypatch.setattr(Toy, "picture_size", (3, 4))
+    record = run(tmp_path, shape=change)
+    assert record.protocol.options == change and record.knows_columns
+    assert not record.apples_to_apples
+    assert "rows and columns of pixels, outside the benchmark's rules" in record.why_not
+    assert "picture_width" not in record.config["shape"]
+
+
 def test_batch_norm_in_parts_of_a_batch_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lra.config import NO_IDENTITY, NO_NUMBERS, flatten
+from lra.config import LATER, NO_IDENTITY, NO_NUMBERS, flatten
 from lra.console import percent
 from lra.results.floors import Floor, Floors
 from lra.results.records import Record, unpack_correct
@@ -53,6 +53,7 @@ MARKS = {
     "t": "checkpoint chosen on the test split, as some papers do",
     "f": "some seeds stayed at chance; the mean includes them",
     "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
+    "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
 }
 REAL = "real pixels"  # the same where a mark has no legend
 LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
@@ -142,6 +143,7 @@ class Cell:
             "t": any(r.protocol.validation == "test" for r in self.runs),
             "f": not self.failed and any(r.status == "at_chance" for r in self.runs),
             "p": any(r.inputs == "real" for r in self.runs),
+            "c": any(r.knows_columns for r in self.runs),
         }
         return "".join(letter for letter, holds in found.items() if holds)
 
@@ -443,13 +445,15 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
     of the model, is not.
     Cells that may share a row get the same name; two cells of one task never do.
     """
+    later = flatten(LATER)  # absent from older records, which are of the same setting
     given = [dict(set.intersection(*(set(overrides(r).items()) for r in c))) for c in cells]
     flats = []
     for runs, chosen in zip(cells, given, strict=True):
         flat = flatten({k: v for k, v in runs[0].config.items() if k not in UNHASHED})
         flat["data"] = str(runs[0].data.get("fingerprint", ""))[:8]
         flat |= {k: v for k, v in chosen.items() if k == "experiment"}
-        flats.append({k: json.dumps(v, sort_keys=True) for k, v in flat.items()})
+        flats.append({k: json.dumps(v, sort_keys=True) for k, v in flat.items()
+                      if k not in later or v != later[k]})  # fmt: skip
     by_task: dict[str, list[int]] = defaultdict(list)
     for i, runs in enumerate(cells):
         by_task[runs[0].task].append(i)

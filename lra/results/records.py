@@ -143,6 +143,11 @@ class Record:
         return str(self.config.get("shape", {}).get("input", "ids"))
 
     @property
+    def knows_columns(self) -> bool:
+        """Whether the model is told rows and columns of pixels, as the benchmark's rules forbid."""
+        return self.config.get("shape", {}).get("positions") == "rotary_2d"
+
+    @property
     def device_text(self) -> str:
         """What the run's speed depends on: device, precision, and threads on a CPU."""
         got = self.hardware

@@ -172,13 +172,13 @@ def best_cells(
 ) -> frozenset[tuple[int, int]]:
     """The top cell of each column that is clearly above every other, if there is one.
 
-    Failed cells and reduced budgets are not ranked, nor are cells of models that read pixels as
-    numbers where others have ids.
+    Failed cells, reduced budgets and models that know rows and columns of pixels are not ranked,
+    nor are cells of models that read pixels as numbers where others have ids.
     """
     best = set()
     for j, task in enumerate(tasks):
         cells = [(i, row.cells[task]) for i, row in enumerate(rows) if task in row.cells]
-        ranked = [(i, c) for i, c in cells if not c.failed and "r" not in c.marks]
+        ranked = [(i, c) for i, c in cells if not c.failed and not set(c.marks) & set("rc")]
         ranked = [(i, c) for i, c in ranked if "p" not in c.marks] or ranked
         ranked.sort(key=lambda item: -item[1].mean)
         if len(ranked) > 1 and all(ranked[0][1].clearly_above(c) for _, c in ranked[1:]):

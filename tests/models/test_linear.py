@@ -70,18 +70,18 @@ def test_a_row_of_padding_mixes_to_zero() -> None:
 def test_parallel_and_step_by_step_forms_agree(length: int, normalize: bool) -> None:
     mixer = build(normalize=normalize, causal=True)
     x_BLD, mask_BL = rows(length, length)
-    state_BHKJ, steps = mixer.start(2), []
+    state, steps = mixer.start(2), []
     for x_B1D in x_BLD.split(1, dim=1):
-        y_B1D, state_BHKJ = mixer.step(x_B1D, state_BHKJ)
+        y_B1D, state = mixer.step(x_B1D, state)
         steps.append(y_B1D)
     assert largest_difference(torch.cat(steps, dim=1), mixer(x_BLD, mask_BL)) < 1e-10
-    assert state_BHKJ.shape == (2, 3, 4, 5)
+    assert state.sum_BHKJ.shape == (2, 3, 4, 5)
 
 
 def test_a_step_in_half_precision_sums_in_float32() -> None:
     mixer = LinearAttention(SHAPE, causal=True).bfloat16()
-    y_B1D, state_BHKJ = mixer.step(torch.ones(2, 1, 12, dtype=torch.bfloat16), mixer.start(2))
-    assert y_B1D.dtype == torch.bfloat16 and state_BHKJ.dtype == torch.float32
+    y_B1D, state = mixer.step(torch.ones(2, 1, 12, dtype=torch.bfloat16), mixer.start(2))
+    assert y_B1D.dtype == torch.bfloat16 and state.sum_BHKJ.dtype == torch.float32
 
 
 def test_sums_over_positions_are_their_definition() -> None:

@@ -511,6 +511,26 @@ def test_real_pixels_are_never_bold_beside_ids() -> None:
     ]
 
 
+def test_keys_that_came_later_tell_no_rows_apart() -> None:
+    old = make_record("listops", "softmax")
+    new = make_record("listops", "softmax", overrides={"train.lr": 0.01})
+    groups = {"norm": {"lr": None, "weight_decay": None}}
+    new.config["shape"] |= {"norm_kind": "layer", "rotary_theta": 10000.0}
+    new.config["train"] |= {"groups": groups}
+    assert sorted(r.variant for r in build([old, new]).rows) == ["lr=0.0001", "lr=0.01"]
+    new.config["shape"]["rotary_theta"] = 100.0
+    assert "rotary_theta=100.0, lr=0.01" in [r.variant for r in build([old, new]).rows]
+
+
+def test_rows_and_columns_of_pixels_are_marked_and_never_bold() -> None:
+    change = {"shape.positions": "rotary_2d"}
+    high = [make_record("image", "luna", s, 0.9, overrides=change) for s in range(2)]
+    low, lowest = (seeds(m, a, a, task="image") for m, a in (("softmax", 0.5), ("s4d", 0.4)))
+    text = tables.markdown(build(high))
+    assert "90.00 ± 0.00 (2) [c]" in text and "- [c] rows and columns of pixels" in text
+    assert bold(high + low + lowest) == ["50.00 ± 0.00 (2)"]
+
+
 def test_protocol_of_val_on_test_is_marked() -> None:
     record: Record = make_record("text", protocol=Protocol("files", "full", "test", "last", 4000))
     assert build([record]).rows[0].cells["text"].marks == "t"
