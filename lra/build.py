@@ -15,6 +15,7 @@ from lra.config import RunConfig, check, fill, load_target
 if TYPE_CHECKING:
     from lra.tasks.task import Task
     from models.classifier import Classifier
+    from models.predictor import Predictor
 
 FROM_TASK = ("vocab_size", "max_length", "picture_width")  # what a shape has from the task
 
@@ -65,6 +66,25 @@ def make_model(config: RunConfig, task: Task, model: Mapping[str, Any] | None = 
     return Classifier(encoder, shape, task.num_classes, task.num_sequences)
 
 
+def make_predictor(config: RunConfig, classifier: Classifier) -> Predictor:
+    """What self-pretraining trains: the encoder of `classifier` under a head of its own.
+
+    Raises:
+        ValueError: the objective does not go with the model.
+    """
+    from models.predictor import Predictor, reads_ahead
+
+    objective, encoder = config.pretrain.objective, classifier.encoder
+    predictor = Predictor(encoder, classifier.shape, reads_mask=objective == "masked")
+    if objective == "next" and reads_ahead(encoder):
+        raise ValueError(
+            f"pretrain=next with model={model_name(config.model)}: the model sees later tokens, so "
+            "the next one is no question; set model.causal=true where the model has that (of a "
+            "state-space model also model.bidirectional=false), or use pretrain=masked"
+        )
+    return predictor
+
+
 def model_name(model: Mapping[str, Any]) -> str:
     """A model is called after its file: `models.luna.LunaEncoder` is `luna`."""
     return str(model.get("_target_", "")).split(".")[-2:][0]
@@ -83,6 +103,8 @@ def resolved(config: RunConfig) -> dict[str, Any]:
         | check(model_target, model, "model", ["shape"]),
         "shape": check(Shape, config.shape, "shape", FROM_TASK),
     }
+    if config.pretrain.objective == "none":
+        del plain["pretrain"]  # as records and hashes had it before there was any
     return _plain(plain)
 
 

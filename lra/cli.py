@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lra.plan import Plan
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-GROUPS = ("task", "model", "recipe", "hardware", "logger", "experiment")
+GROUPS = ("task", "model", "recipe", "pretrain", "hardware", "logger", "experiment")
 PLUGINS = {  # of Hydra, and the extra that has them
     "joblib": "parallel", "submitit_slurm": "slurm", "submitit_local": "slurm", "optuna": "tune",
 }  # fmt: skip
@@ -380,12 +380,14 @@ def check_jobs(jobs: list[list[str]], overrides: list[str]) -> dict[int, tuple[i
 
 def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]:
     """What a job will run, or why it will be refused."""
-    from lra.build import make_model
+    from lra.build import make_model, make_predictor
     from lra.plan import Reference, make_plan
 
     try:
         plan = make_plan(typed(compose_config(words)), Reference(None, {}))
-        make_model(plan.config, plan.task)
+        model = make_model(plan.config, plan.task)
+        if plan.config.pretrain.objective != "none":
+            make_predictor(plan.config, model)
         return plan, ""
     except HydraException as error:  # Hydra itself would end the sweep with it
         fail(explain(error, overrides))

@@ -91,7 +91,7 @@ class TrainConfig:
     weight_decay: float = 0.0  # decoupled, on all parameters but those of train.groups
     groups: GroupsConfig = GroupsConfig()  # parameters with a rate or a decay of their own
     clip_norm: float | None = None  # largest norm of the whole gradient; None: no clipping
-    selection: Literal["best_val", "last"] = "best_val"  # whose test accuracy is reported
+    selection: Literal["best_val", "best_val_loss", "last"] = "best_val"  # which weights are tested
     length_bucketing: bool = True  # rows of similar length share a batch
     pad_to_max: bool = False  # pad every batch to task.max_length, as older code does
     warmup_power: float = 1.0  # schedule=linear: the rate rises as that power of the step
@@ -130,6 +130,57 @@ class TrainConfig:
 
 
 LATER["train.groups"] = dataclasses.asdict(GroupsConfig())
+
+
+@dataclass(frozen=True)
+class PretrainConfig:
+    """Self-pretraining: the encoder first learns to tell tokens of the task's training inputs.
+
+    What is not here is as in `train`: betas, eps, groups, clip_norm and how batches are made.
+    """
+
+    objective: Literal["none", "masked", "next"] = "none"  # tokens hidden at random, or those ahead
+    num_steps: int = 0  # updates of the weights
+    batch_size: int = 0  # examples of an update, over all devices
+    lr: float = 0.0  # peak of the rate
+    warmup_steps: int = 0  # over which the rate rises
+    schedule: Schedule = "constant"  # of the rate over steps; formulas in lra/training/optim.py
+    weight_decay: float = 0.0  # decoupled, on all parameters but those of train.groups
+    mask_rate: float | None = None  # objective=masked: probability that a token is hidden
+    eval_every: int = 0  # steps between evaluations on the validation split; the best loss counts
+
+    def __post_init__(self) -> None:
+        if self.objective == "none":
+            return
+        if (self.objective == "masked") != (self.mask_rate is not None):
+            raise ValueError(
+                f"pretrain.mask_rate={_show(self.mask_rate)} with pretrain={self.objective}: "
+                "expected a rate with masked, null with next"
+            )
+        if self.mask_rate is not None and not 0 < self.mask_rate < 1:
+            raise ValueError(f"pretrain.mask_rate={self.mask_rate}: expected 0 < rate < 1")
+        self.as_train(None)  # checks the rest
+
+    @property
+    def num_examples(self) -> int:
+        """Training examples of this phase, repeats counted; 0 without it."""
+        return 0 if self.objective == "none" else self.num_steps * self.batch_size
+
+    def as_train(self, train: TrainConfig | None) -> TrainConfig:
+        """How the first phase trains, given the second.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        own: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("num_steps", "batch_size", "lr", "warmup_steps", "schedule",
+                         "weight_decay", "eval_every")
+        } | {"selection": "best_val_loss"}  # fmt: skip
+        try:
+            return TrainConfig(**own) if train is None else dataclasses.replace(train, **own)
+        except ValueError as error:
+            raise ValueError(str(error).replace("train.", "pretrain.")) from None
 
 
 @dataclass(frozen=True)
@@ -224,11 +275,17 @@ class RunConfig:
     recipe: str
     checkpoint: str | None = None  # a run folder or checkpoint file: evaluate it, train nothing
     init_from: str | None = None  # a run folder or checkpoint file: start from its weights
+    pretrain: PretrainConfig = PretrainConfig()
     sweep: SweepConfig = SweepConfig()
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: expected 0 to 2**32 - 1")
+        if self.init_from and self.pretrain.objective != "none":
+            raise ValueError(
+                f"init_from={self.init_from} with pretrain={self.pretrain.objective}: both say "
+                "where the first weights come from; give one of them"
+            )
 
 
 class UnknownKey(ValueError):

@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 
 from lra import messages, runs
-from lra.build import make_model, num_params
+from lra.build import make_model, make_predictor, num_params
 from lra.config import LoggerConfig, RunConfig
 from lra.files import check_writable, is_refused, refusal, storing, write_atomically
 from lra.plan import Meaning, Plan, Reference, finished, make_plan, meaning_of
+from lra.pretraining import block_of, pretrained
 from lra.results import records
 from lra.results.blocks import curve_block, curve_so_far, data_block, result_block, speed_block
 from lra.results.records import Record, Status
@@ -59,6 +60,8 @@ def run_job(
     distributed.adopt_slurm()
     hardware = Hardware(config.hardware, job_number)
     model = first_weights(plan)
+    if config.pretrain.objective != "none":
+        make_predictor(config, first_weights(plan))  # says whether it goes with the model
     if config.hardware.num_devices > 1 and not distributed.is_worker():
         return run_in_processes(plan, overrides)
     distributed.join(hardware.device.type)
@@ -97,7 +100,9 @@ def run_job(
             plain_config=plan.plain,
             say=progress.say,
         ) as logger:
-            ending = attempt(plan, model, data, hardware, environment, progress, logger.log)
+            ending = attempt(
+                plan, model, data, hardware, environment, progress, logger.log, started=started
+            )
             record = record_of(
                 plan, overrides, meaning, data, hardware, environment, ending,
                 groups=describe_groups(model, config.train), started_at=started_at,
@@ -151,8 +156,12 @@ def attempt(
     environment: Mapping[str, Any],
     progress: Progress,
     log: Callable[[list[dict[str, Any]]], None],
+    *,
+    started: float,
 ) -> Ending:
-    """Train; whatever stops it becomes a status, and a traceback in the run's folder if need be.
+    """Train, after pretraining if there is any; whatever stops it becomes a status.
+
+    What is no status of its own leaves a traceback in the run's folder.
 
     Raises:
         Refused: the folder holds another run.
@@ -161,11 +170,14 @@ def attempt(
     config, run_dir = plan.config, plan.run_dir
     identity = {"config_hash": plan.config_hash, "seed": config.seed,
                 "data": data.fingerprint, "vocabulary": plan.task.vocabulary_hash()}  # fmt: skip
+    software = {key: environment[key] for key in ("torch", "git_commit")}
     try:
+        if config.pretrain.objective != "none":
+            model = pretrained(plan, data, hardware, progress, lambda: first_weights(plan),
+                               software=software, started=started)  # fmt: skip
         result = train(
             model, data, config.train, hardware, seed=config.seed, run_dir=run_dir,
-            identity=identity, progress=progress, log=log,
-            software={key: environment[key] for key in ("torch", "git_commit")},
+            identity=identity, progress=progress, log=log, software=software, started=started,
         )  # fmt: skip
     except Diverged as error:
         return Ending("diverged", str(error))
@@ -211,6 +223,7 @@ def record_of(
     speed = speed_block(wall_time_s=wall_time_s)
     micro_batch_size = config.hardware.micro_batch_size
     if (came := ending.result) is not None:
+        assert came.test is not None
         state, test = came.state, came.test
         result = result_block(
             came.step, val_accuracy=came.val_accuracy, val_loss=came.val_loss,
@@ -254,6 +267,7 @@ def record_of(
         finished_at=runs.now(),
         message=ending.message,
         groups=groups,
+        pretraining=block_of(plan.run_dir),
     )
 
 

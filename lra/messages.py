@@ -11,6 +11,8 @@ from lra import runs
 from lra.build import make_task
 from lra.console import duration, percent
 from lra.plan import Meaning, Plan, changes
+from lra.pretraining import describe
+from lra.results.control import control_command, phase_text
 from lra.results.records import Record
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ def header(plan: Plan, meaning: Meaning, data: Dataset, hardware: Hardware, reco
         + (f", changed: {'; '.join(changed)}" if changed else ", nothing changed"),
         f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",
         f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, "
-        f"{meaning.protocol.budget})",
+        f"{meaning.protocol.budget}{', both phases counted' * (config.pretrain.num_examples > 0)})",
+        *([f"before   {describe(plan)}"] if config.pretrain.objective != "none" else []),
         f"output   {plan.run_dir}, record to {record}",
     ]
     size = config.hardware.micro_batch_size
@@ -100,6 +103,12 @@ def conclusion(record: Record, path: Path, others: list[tuple[Path, Record]]) ->
             f"({record.protocol.selection}); {duration(record.speed['wall_time_s'] or 0)} in all"
         )
         yield task_table([record], load_published(), record.task, record.run_id)
+        if record.pretraining:
+            yield (
+                f"phase 1  {phase_text([record])}; the arena forbids it, so tables show the run\n"
+                "         apart, beside one from scratch on as many examples in all:\n"
+                f"         {control_command([record])}"
+            )
         for other_path, other in others:
             yield f"against  {other_path}: {runs.likeness(record, other)}"
     yield f"record   {path}"

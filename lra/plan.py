@@ -99,6 +99,8 @@ def compare(plan: Plan, params: int) -> tuple[list[str], int]:
         why_not.append("rows and columns of pixels, outside the benchmark's rules")
     if plan.config.init_from:
         why_not.append(f"init_from={plan.config.init_from}")
+    if plan.config.pretrain.objective != "none":
+        why_not.append(f"pretrain={plan.config.pretrain.objective}: the arena allows none")
     if 10 * params > 11 * baseline:
         why_not.append(
             f"{params:,} parameters, {100 * params / baseline - 100:+.1f} % over softmax"
@@ -119,7 +121,11 @@ def changes(plan: Plan, sections: tuple[str, ...], source: str) -> list[str]:
 
 
 def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
-    """How the number will be made, with `num_examples` by split."""
+    """How the number will be made, with `num_examples` by split.
+
+    The budget is of both phases: a run with self-pretraining is of full budget if it sees at least
+    as many training examples in all as the recipe gives a run without.
+    """
     task, train, published = plan.task, plan.config.train, plan.reference.config
     kind: Any = task.kind
     if kind != "synthetic" and (
@@ -127,6 +133,7 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
     ):
         kind = "partial"
     full = published.train.num_steps * published.train.batch_size if published else 0
+    seen = plan.config.pretrain.num_examples + train.num_steps * train.batch_size
     extra = task.protocol
     if plan.plain["shape"]["input"] == "real":
         extra["input"] = "real"
@@ -134,7 +141,7 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
         extra["positions"] = "rotary_2d"
     return Protocol(
         data=kind,
-        budget="reduced" if train.num_steps * train.batch_size < full else "full",
+        budget="reduced" if seen < full else "full",
         validation=extra.pop("validation"),
         selection=train.selection,
         max_length=task.max_length,

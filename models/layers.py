@@ -165,9 +165,10 @@ class Embedding(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.max_length = shape.max_length
+        self.max_length, self.d_model = shape.max_length, shape.d_model
+        self.mask_id = shape.vocab_size
         self.scale = math.sqrt(shape.d_model) if shape.embedding_scale else 1.0
-        self.tokens: nn.Module = (
+        self.tokens: RealInput | nn.Embedding = (
             RealInput(shape)
             if shape.input == "real"
             else nn.Embedding(shape.vocab_size, shape.d_model)
@@ -185,6 +186,7 @@ class Embedding(nn.Module):
         else:
             self.positions = None
         self.norm = make_norm(shape) if shape.embedding_norm else NoNorm()
+        self.mask_symbol: nn.Parameter | None = None
         own_rate = shape.embedding_dropout
         self.dropout = Dropout(shape.dropout if own_rate is None else own_rate)
 
@@ -200,7 +202,7 @@ class Embedding(nn.Module):
                 f"input of {length} tokens, but the model was built for shape.max_length="
                 f"{self.max_length}; build it with the task's own length or cut the input"
             )
-        x_BLD = self.tokens(tokens_BL)
+        x_BLD = self._look_up(tokens_BL)
         if self.class_token is not None:
             class_B1D = self.class_token.expand(len(x_BLD), 1, -1)
             x_BLD = torch.cat([class_B1D, x_BLD], dim=1)
@@ -209,6 +211,25 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x_BLD = x_BLD + self.positions[: x_BLD.shape[1]]
         return self.dropout(self.norm(x_BLD, mask_BL))
+
+    def add_mask_symbol(self) -> None:
+        """From now on id `shape.vocab_size` is a mask symbol with a vector of its own.
+
+        Where pixels are numbers, it stands in place of the number: the weight of a second input
+        that says which pixels are hidden, whose own value is then 0.
+        """
+        self.mask_symbol = nn.Parameter(self.tokens.weight.detach().new_empty(self.d_model))
+        nn.init.normal_(self.mask_symbol, std=float(self.tokens.weight.detach().std()))
+
+    def _look_up(self, tokens_BL: Tensor) -> Tensor:
+        if self.mask_symbol is None:
+            return self.tokens(tokens_BL)
+        is_hidden_BL = tokens_BL == self.mask_id
+        x_BLD = self.tokens(tokens_BL.masked_fill(is_hidden_BL, 0))
+        hidden_D: Tensor = self.mask_symbol
+        if isinstance(self.tokens, RealInput):
+            hidden_D = hidden_D + self.tokens.bias
+        return torch.where(is_hidden_BL[..., None], hidden_D, x_BLD)
 
 
 @torch.no_grad()

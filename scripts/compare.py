@@ -2,10 +2,14 @@
 
     python scripts/compare.py luna softmax task=listops
     python scripts/compare.py luna:projection_length=128 luna:projection_length=16 task=listops
+    python scripts/compare.py luna --control task=listops
 
 A model may name keys of the config to choose among its settings; recipe=NAME chooses the recipe.
 Of several settings the recipe's own is taken, as the configs give it today. Runs of full budget on
 the benchmark's data are meant unless the two models only share another kind, such as reduced ones.
+Runs with self-pretraining are those of MODEL:pretrain=masked (or next). --control takes one model
+and sets each of its settings with self-pretraining against its compute-tied control: the same from
+scratch, on as many training examples as both phases have.
 """
 
 from __future__ import annotations
@@ -27,11 +31,15 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 from lra.build import model_name, resolved  # noqa: E402
 from lra.cli import CONFIGS, compose_config, typed  # noqa: E402
 from lra.config import config_hash, flatten, nearest, nearest_key  # noqa: E402
+from lra.results.control import control_command, phase_text  # noqa: E402
 from lra.results.leaderboard import (  # noqa: E402
     LEFT_OUT,
+    MARKS,
     TASKS,
     Cell,
+    beside_controls,
     drop_duplicates,
+    make_rows,
     task_title,
     variants,
     why_left_out,
@@ -41,6 +49,8 @@ from lra.results.statistics import Comparison, compare  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
 
 Runs = tuple[Record, ...]
+PRETRAIN = "pretrain.objective"  # `pretrain` for short, as on run.py's command line
+SECTIONS = ("model.", "shape.", "train.", "task.", "pretrain.")
 # Kinds of finished runs, the best first: None is what the leaderboard's main table takes.
 KINDS = (None, "reduced", "partial", "synthetic")
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
@@ -55,14 +65,20 @@ class Side:
     left_out: Counter[str]  # reasons
 
 
-def fitting(records: list[Record], text: str) -> list[Record]:
+def fitting(records: list[Record], text: str, *, scratch: bool = True) -> list[Record]:
     """Runs that `model:key=value,...` names, unfinished ones too.
+
+    Args:
+        scratch: leave out runs with self-pretraining unless a key is of it.
 
     Raises:
         ValueError: no finished run among them.
     """
     model, _, keys = text.partition(":")
     wanted = dict(pair.partition("=")[::2] for pair in keys.split(",") if pair)
+    wanted = {PRETRAIN if k == "pretrain" else k: v for k, v in wanted.items()}
+    if scratch and not any(k.startswith("pretrain.") for k in wanted):
+        wanted = {PRETRAIN: "none"} | wanted
     own = [r for r in records if r.model == model]
     if not any(r.result for r in own):
         known = nearest(model, sorted({r.model for r in records if r.result}))
@@ -70,10 +86,10 @@ def fitting(records: list[Record], text: str) -> list[Record]:
     for key, value in wanted.items():
         kept, values, known = [], set(), set()
         for record in own:
-            flat = flatten(record.config)
+            flat = {PRETRAIN: "none"} | flatten(record.config)
             found = [v for k, v in flat.items() if f".{k}".endswith(f".{key}")]
             values |= {str(v) for v in found}
-            known |= {k for k in flat if k.startswith(("model.", "shape.", "train.", "task."))}
+            known |= {k for k in flat if k.startswith(SECTIONS)}
             kept += [record] if any(_same(v, value) for v in found) else []
         if not values:
             near = nearest_key(key, known)
@@ -210,12 +226,36 @@ def report(names: list[str], sides: list[Side]) -> str:
             lines.append(f"left out  {name}: {'; '.join(reasons)}")
     notes = {(n, why_left_out(r)) for n, c in zip(names, cells, strict=True) for r in c.runs}
     lines += [f"note: {n}: {LEFT_OUT[why].lower()}" for n, why in sorted(notes, key=str) if why]
-    kinds = {why for _, why in notes}
-    if len(kinds) > 1:
-        lines.append("note: the two models have no kind of run in common, so this is no fair match")
-    elif None not in kinds:
-        lines.append("note: it is the best kind of run that both models have")
     return "\n".join(lines)
+
+
+def against_controls(records: list[Record], text: str) -> str:
+    """Each setting with self-pretraining that `text` names against its control, in words.
+
+    Raises:
+        ValueError: there is none.
+    """
+    named = fitting(records, text, scratch=False)
+    model = text.partition(":")[0]
+    kept, _ = drop_duplicates(r for r in records if r.model == model and r.result)
+    rows = make_rows(kept)
+    pairs = [p for p in beside_controls((row for row in rows if row.pretrained), rows)
+             if p.cell.runs[0] in named]  # fmt: skip
+    if not pairs:
+        raise ValueError(f"{text}: no finished run with self-pretraining of this task and recipe")
+    told = []
+    for pair in pairs:
+        name = f"{model} {pair.row.variant}".strip()
+        cells = [cell for cell in (pair.cell, pair.control_cell) if cell]
+        sides = [Side({r.seed: r for r in cell.runs}, _kind_text(why_left_out(cell.runs[0])),
+                      Counter()) for cell in cells]  # fmt: skip
+        told.append(f"self-pretraining: {phase_text(pair.cell.runs)}")
+        if pair.control:
+            told.append(report([name, f"{name}, control"], sides))
+        else:
+            command = control_command(pair.cell.runs)
+            told.append(f"no control of {name} is on record: {command}")
+    return "\n".join(told)
 
 
 def _interval(ends: tuple[float, float]) -> str:
@@ -226,10 +266,12 @@ def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR",
                         help="where runs/ lies (default: results)")  # fmt: skip
+    parser.add_argument("--control", action="store_true",
+                        help="runs with self-pretraining against their controls")  # fmt: skip
     parser.add_argument("words", nargs="+", metavar="WORD",
                         help="two models, task=NAME, recipe=NAME")  # fmt: skip
     arguments = parser.parse_intermixed_args()
-    words = arguments.words
+    words, num_models = arguments.words, 1 if arguments.control else 2
     records, warnings = load_all(arguments.results)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -251,17 +293,28 @@ def main() -> int:
     for key, value in options.items():
         if key in known and value not in known[key]:
             raise ValueError(f"{key}={value}: {nearest(value, sorted(known[key]))}")
-    if len(names) != 2 or not {"task"} <= options.keys() <= known.keys():
-        raise ValueError(f"expected two models and task=NAME, got: {' '.join(words)}")
+    if len(names) != num_models or not {"task"} <= options.keys() <= known.keys():
+        models_wanted = "one model" if arguments.control else "two models"
+        raise ValueError(f"expected {models_wanted} and task=NAME, got: {' '.join(words)}")
     if not records:
         raise ValueError(f"{(arguments.results / 'runs').absolute()}: no records; "
                          "--results DIR looks in another folder")  # fmt: skip
     of_task = [r for r in records if r.task == options["task"]
                and options.get("recipe") in (None, r.recipe)]  # fmt: skip
+    if arguments.control:
+        print(against_controls(of_task, names[0]))
+        return 0
     own = [fitting(of_task, name) for name in names]
     kinds = common_kinds(own)
     sides = [choose(*args) for args in zip(own, names, kinds, strict=True)]
     print(report(names, sides))
+    for name, side in zip(names, sides, strict=True):
+        if any(run.pretraining for run in side.runs.values()):
+            print(f"note: {name}: {MARKS['s']}")
+    if kinds[0] != kinds[1]:
+        print("note: the two models have no kind of run in common, so this is no fair match")
+    elif kinds[0] is not None:
+        print("note: it is the best kind of run that both models have")
     return 0
 
 

@@ -92,7 +92,8 @@ def generate(
     missing = figures.unavailable()
     if with_figures and not missing:
         files |= {
-            f"figures/{k}": v for k, v in figures.draw(board.rows, bench, board.floors).items()
+            f"figures/{k}": v
+            for k, v in figures.draw(board.rows, bench, board.floors, board.pretrained).items()
         }
     else:  # the page keeps the figures that lie there
         say(missing or "figures left as they are")
@@ -110,8 +111,9 @@ def generate(
             say(f"{readme}: no markers {' and '.join(tables.README_MARKERS)}; left as it is")
         else:
             contents[readme] = text.encode()
-    say(f"{len(runs)} records, {len(board.rows)} rows in the main table")
-    if not board.rows:
+    beside = f", {len(board.pretrained)} with self-pretraining" if board.pretrained else ""
+    say(f"{len(runs)} records, {len(board.rows)} rows in the main table{beside}")
+    if not board.rows and not board.pretrained:
         say(f"no row, and no accuracy to draw: {_why_empty(results, runs, board)}")
     return contents, skipped
 

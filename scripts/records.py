@@ -123,6 +123,7 @@ def show(path: Path) -> str:
     told += [f"also of this run: {other}" for other in siblings(first) if other.name != path.name]
     values = json.loads(record.to_json())
     curve = values.pop("curve")
+    values.get("pretraining", {}).pop("curve", None)
     for split in (values["result"] or {}).values():
         if isinstance(split, dict):
             split.pop("correct", None)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lra.console import percent
 from lra.results.floors import Floors
-from lra.results.leaderboard import Cell, Row, task_title, tasks_with_own
+from lra.results.leaderboard import Cell, Pretrained, Row, task_title, tasks_with_own
+from lra.results.records import Record
 from lra.speed.benchmarks import Benchmark, slope
 
 if TYPE_CHECKING:
@@ -40,15 +41,20 @@ def unavailable() -> str:
 
 
 def draw(
-    rows: Sequence[Row], benchmarks: Sequence[Benchmark], floors: Sequence[Floors] = ()
+    rows: Sequence[Row],
+    benchmarks: Sequence[Benchmark],
+    floors: Sequence[Floors] = (),
+    pretrained: Sequence[Pretrained] = (),
 ) -> dict[str, bytes]:
     """All figures: file name to content, an SVG and a PNG of each."""
     models = {row.model for row in rows} | {c.model for b in benchmarks for c in b.cells}
-    styles = model_styles(models)
+    styles = model_styles(models | {p.row.model for p in pretrained})
     figures = {}
     if rows:
         figures["accuracy_speed"] = accuracy_speed(rows, styles)
         figures["learning_curves"] = learning_curves(rows, styles, floors)
+    if pretrained:
+        figures["self_pretraining"] = self_pretraining(pretrained, styles)
     for benchmark in benchmarks:
         if any(c.status == "ok" for c in benchmark.cells):
             figures[f"benchmark_{benchmark.name}"] = by_length(benchmark, styles)
@@ -150,17 +156,9 @@ def learning_curves(
             dashes = DASHES[seen[row.model] % len(DASHES)]
             seen[row.model] += 1
             for run in cell.runs:
-                points = [
-                    (p["step"], 100 * accuracy)
-                    for p in run.curve
-                    if (accuracy := p.get("val_accuracy")) is not None
-                ]
-                if not points:
-                    continue
-                axes.plot(*zip(*points, strict=True), linestyle=dashes, markersize=4,
-                          markevery=max(1, len(points) // 6), linewidth=1.1, alpha=0.8,
-                          label=label, **styles[row.model])  # fmt: skip
-                label = "_"  # one entry in the legend for all seeds of a row
+                if _line(axes, _accuracies(run), linestyle=dashes, label=label,
+                         **styles[row.model]):  # fmt: skip
+                    label = "_"  # one entry in the legend for all seeds of a row
         fitting = [f for f in floors if f.task == task
                    and {f.data.fingerprint} == {cell.fingerprint for _, cell in cells}]  # fmt: skip
         for i, floor in enumerate(floor for f in fitting for floor in f.floors):
@@ -175,6 +173,56 @@ def learning_curves(
             axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2,
                         handlelength=3, handletextpad=0.4, columnspacing=0.8)  # fmt: skip
     return figure
+
+
+def self_pretraining(pretrained: Sequence[Pretrained], styles: dict[str, dict[str, Any]]) -> Figure:
+    """Both phases by task: loss of the first by step, then accuracy by examples seen in both."""
+    tasks = list(dict.fromkeys(p.task for p in pretrained))
+    figure, panels = _panels("Self-pretraining and its controls, each seed", 2, len(tasks))
+    figure.set_label(
+        "Self-pretraining by task. Above: validation loss of the first phase. Below: validation "
+        "accuracy by training examples of both phases; in grey the controls from scratch."
+    )
+    for task, first, second in zip(tasks, panels, panels[len(tasks) :], strict=False):
+        for i, p in enumerate([p for p in pretrained if p.task == task][:MAX_ROWS]):
+            style = styles[p.row.model] | {"linestyle": DASHES[i % len(DASHES)]}
+            for k, run in enumerate(p.cell.runs):
+                assert run.pretraining
+                label = "_" if k else f"{p.row.model}, {run.pretraining.objective}"
+                losses = [(point["step"], loss) for point in run.pretraining.curve
+                          if (loss := point.get("val_loss")) is not None]  # fmt: skip
+                _line(first, losses, label=label, **style)
+                before = run.pretraining.num_steps * run.pretraining.batch_size
+                _line(second, _accuracies(run, before), label=label, **style)
+            for k, run in enumerate(p.control_cell.runs if p.control_cell else ()):
+                label = "_" if k else f"{p.row.model}, control"
+                grey = style | {"color": "#777777", "zorder": 1}
+                _line(second, _accuracies(run, 0), label=label, **grey)
+        first.set_title(task_title(task), fontsize=9)
+        first.set_xlabel("step of the first phase")
+        first.set_ylabel("validation loss")
+        second.set_xlabel("training examples of both phases")
+        second.set_ylabel("validation accuracy (%)")
+        second.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+    return figure
+
+
+def _accuracies(run: Record, seen: int | None = None) -> list[tuple[float, float]]:
+    """Validation accuracy in percent by step; by training examples, given those seen before."""
+    each, before = (1, 0) if seen is None else (run.config["train"]["batch_size"], seen)
+    return [
+        (before + each * point["step"], 100 * accuracy)
+        for point in run.curve
+        if (accuracy := point.get("val_accuracy")) is not None
+    ]
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, float]], **style: Any) -> bool:
+    """Draw a curve; False if it has no point."""
+    if points:
+        axes.plot(*zip(*points, strict=True), markersize=4, linewidth=1.1, alpha=0.8,
+                  markevery=max(1, len(points) // 6), **style)  # fmt: skip
+    return bool(points)
 
 
 def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure:

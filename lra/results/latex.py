@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lra.console import percent
+from lra.results.control import control_command, phase_text
 from lra.results.efficiency import Efficiency, benchmark_blocks, beside_tables, runs_table
 from lra.results.leaderboard import (
     AVERAGES,
@@ -18,6 +19,7 @@ from lra.results.leaderboard import (
     REAL,
     Board,
     Cell,
+    Pretrained,
     Published,
     Row,
     task_title,
@@ -29,7 +31,14 @@ from lra.results.papers import (
     stands,
     theirs,
 )
-from lra.results.tables import BOLD, floor_notes, footnotes, measured_table, misprint
+from lra.results.tables import (
+    BOLD,
+    PRETRAINED_LEGEND,
+    floor_notes,
+    footnotes,
+    measured_table,
+    misprint,
+)
 from lra.results.typeset import Column, Float, Pair, document, escape, superscript
 from lra.speed.benchmarks import Benchmark
 
@@ -77,12 +86,12 @@ def row_title(row: Row) -> str:
 
 
 def leaderboard(board: Board) -> str:
-    """results/leaderboard.tex: our rows, one float a recipe."""
+    """results/leaderboard.tex: our rows, one float a recipe, and one for self-pretraining."""
     options, floats = board.options, []
     for recipe in sorted({row.recipe for row in board.rows}):
         rows = [row for row in board.rows if row.recipe == recipe]
         best = measured_table(rows, options).best
-        legend, counted = _deviations(rows, options.tasks)
+        legend, counted = _deviations(_cells(rows, options.tasks))
         columns = [
             _task(t, [_measured(row.cells.get(t), counted, (i, j) in best)
                       for i, row in enumerate(rows)])
@@ -104,7 +113,43 @@ def leaderboard(board: Board) -> str:
         notes = [("", escape(text)) for text in floor_notes(replace(board, rows=rows))]
         notes += _notes(rows)
         floats.append(Float(f"leaderboard-{_slug(recipe)}", caption, heads, columns, notes))
-    return document(floats)
+    return document(floats + [_pretrained_float(board.pretrained)] * bool(board.pretrained))
+
+
+def _pretrained_float(pretrained: Sequence[Pretrained]) -> Float:
+    """Each setting with self-pretraining on a task, its control and how far they are apart."""
+    cells = [c for p in pretrained for c in (p.cell, p.control_cell) if c]
+    legend, counted = _deviations(cells)
+    numbered: dict[str, str] = {}  # text of a note to its number
+    names = []
+    for p in pretrained:
+        texts = [f"{phase_text(p.cell.runs)} (recipe {p.row.recipe})"]
+        texts += [] if p.control else [f"control to be run: {control_command(p.cell.runs)}"]
+        marks = [numbered.setdefault(escape(t), str(len(numbered) + 1)) for t in texts]
+        names.append((escape(row_title(p.row)) + superscript(marks), ""))
+    columns = [
+        Column("Pretrained", [_measured(p.cell, counted) for p in pretrained]),
+        Column("Control", [_measured(p.control_cell, counted) for p in pretrained]),
+        Column("Difference", [_change(p) for p in pretrained]),
+    ]
+    heads = [*_heads(("Task", [task_title(p.task) for p in pretrained])), Column("Model", names)]
+    caption = (
+        f"Test accuracy in percent with self-pretraining. {escape(PRETRAINED_LEGEND.strip())} "
+        rf"Behind its $\pm$ stands half the width of these, in that order. {legend}"
+    )
+    notes = [(k, text) for text, k in numbered.items()]
+    notes += _notes([row for p in pretrained for row in (p.row, p.control) if row])
+    return Float("leaderboard-self-pretraining", caption, heads, columns, notes)
+
+
+def _change(p: Pretrained) -> Pair:
+    """Points that self-pretraining makes, and half the width of their intervals."""
+    difference, *ends = p.points
+    if difference is None:
+        return "", ""
+    halves = [percent((high - low) / 2) for low, high in (ends[:2], ends[2:])
+              if low is not None and high is not None]  # fmt: skip
+    return _signed(f"{difference:+.2f}"), rf"$\pm$ {', '.join(halves)}"
 
 
 def paper_file(paper: Paper, board: Board) -> str:
@@ -118,7 +163,7 @@ def _paper_float(paper: Paper, board: Board) -> Float | None:
     averages = paper.averages if paper.averages[0] in board.options.averages else ()
     published = theirs(paper, board.published)
     rows = [row for row in board.rows if row.recipe == paper.recipe]
-    left, (legend, counted) = list(rows), _deviations(rows, tasks)
+    left, (legend, counted) = list(rows), _deviations(_cells(rows, tasks))
     numbered: dict[str, str] = {}  # text of a note to its number
 
     def note(*texts: str) -> str:
@@ -313,9 +358,12 @@ def _rounded(text: str) -> str:
     return f"{float(text):#.3g}".rstrip(".")
 
 
-def _deviations(rows: Sequence[Row], tasks: Sequence[str]) -> tuple[str, bool]:
+def _cells(rows: Sequence[Row], tasks: Sequence[str]) -> list[Cell]:
+    return [row.cells[task] for row in rows for task in tasks if task in row.cells]
+
+
+def _deviations(cells: Sequence[Cell]) -> tuple[str, bool]:
     """What ± and FAIL mean in these cells, and whether each says its number of seeds."""
-    cells = [row.cells[task] for row in rows for task in tasks if task in row.cells]
     counts = {len(c.runs) for c in cells if not c.failed}
     several = sorted(counts - {1})
     if several:
@@ -360,7 +408,11 @@ def _bold(text: str, best: bool) -> str:
 
 
 def _difference(ours: float | None, printed: str) -> str:
-    return re.sub("[-+]", r"$\g<0>$", difference(ours, printed))
+    return _signed(difference(ours, printed))
+
+
+def _signed(text: str) -> str:
+    return re.sub("[-+]", r"$\g<0>$", text)
 
 
 def _thousands(counts: tuple[int, int]) -> str:

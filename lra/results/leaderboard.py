@@ -1,7 +1,8 @@
 """Records and published figures to rows: which runs count and share a cell, how it reads (FAIL).
 
 A cell holds the runs of one config hash, one a seed: mean ± sample deviation (n), in percent.
-Published rows are kept apart and never enter a mean.
+Published rows are kept apart and never enter a mean; neither do runs with self-pretraining, which
+stand beside their controls.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ import yaml
 
 from lra.config import LATER, NO_IDENTITY, NO_NUMBERS, flatten
 from lra.console import percent
+from lra.results.control import tied_setting
 from lra.results.floors import Floor, Floors
 from lra.results.records import Record, unpack_correct
-from lra.results.statistics import compare, mean_std, wilson
+from lra.results.statistics import Comparison, compare, mean_std, wilson
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PUBLISHED = ROOT / "results" / "published.csv"
@@ -54,8 +56,10 @@ MARKS = {
     "f": "some seeds stayed at chance; the mean includes them",
     "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
     "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
+    "s": "self-pretrained, which the arena forbids; never ranked",
 }
 REAL = "real pixels"  # the same where a mark has no legend
+SELF_PRETRAINED = "self-pretrained"
 LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
     "reduced": "Reduced budget",
     "partial": "Partial data",
@@ -128,6 +132,11 @@ class Cell:
         return self._mean_std[1]
 
     @property
+    def pretrained(self) -> bool:
+        """Whether the runs had a phase without labels first."""
+        return self.runs[0].pretraining is not None
+
+    @property
     def failed(self) -> bool:
         """Whether every seed stayed at chance."""
         return all(r.status == "at_chance" for r in self.runs)
@@ -144,6 +153,7 @@ class Cell:
             "f": not self.failed and any(r.status == "at_chance" for r in self.runs),
             "p": any(r.inputs == "real" for r in self.runs),
             "c": any(r.knows_columns for r in self.runs),
+            "s": self.pretrained,
         }
         return "".join(letter for letter, holds in found.items() if holds)
 
@@ -163,12 +173,17 @@ class Cell:
                     found[run.seed] = unpack_correct(test.correct, test.num_examples)
         return found
 
-    def clearly_above(self, other: Cell) -> bool:
-        """Whether 95 % intervals over test examples and over two or more common seeds say so."""
+    def against(self, other: Cell) -> Comparison | None:
+        """The comparison over common seeds; None without any, or on other test examples."""
         seeds = sorted(self.correct.keys() & other.correct.keys())
         sides = [[cell.correct[seed] for seed in seeds] for cell in (self, other)]
         same = self.fingerprint == other.fingerprint and len({len(c) for c in sum(sides, [])}) == 1
-        return same and len(seeds) > 1 and _is_above(np.stack(sides[0]), np.stack(sides[1]))
+        return compare(np.stack(sides[0]), np.stack(sides[1])) if same else None
+
+    def clearly_above(self, other: Cell) -> bool:
+        """Whether 95 % intervals over test examples and over two or more common seeds say so."""
+        result = self.against(other)
+        return result is not None and result.over_seeds is not None and _is_above(result)
 
     def clearly_above_rule(self, rule: Floor) -> bool:
         """The same against a rule; of a single seed over test examples only."""
@@ -180,7 +195,7 @@ class Cell:
         ):
             return False
         runs_SN = np.stack(list(self.correct.values()))
-        return _is_above(runs_SN, np.broadcast_to(rule_N, runs_SN.shape))
+        return _is_above(compare(runs_SN, np.broadcast_to(rule_N, runs_SN.shape)))
 
     def __str__(self) -> str:
         spread = f" ± {percent(self.std)}" if self.std is not None else ""
@@ -188,8 +203,7 @@ class Cell:
         return f"{figure} ({len(self.runs)})"
 
 
-def _is_above(a_SN: np.ndarray, b_SN: np.ndarray) -> bool:
-    result = compare(a_SN, b_SN)
+def _is_above(result: Comparison) -> bool:
     return result.clear and result.difference > 0
 
 
@@ -216,6 +230,11 @@ class Row:
         return mean_std(means)[0]
 
     @property
+    def pretrained(self) -> bool:
+        """Whether its runs are with self-pretraining; none or all of them are."""
+        return any(cell.pretrained for cell in self.cells.values())
+
+    @property
     def inputs(self) -> str:
         """How pixels are read, as INPUTS has it: real if any of the runs reads them so."""
         return "real" if any("p" in cell.marks for cell in self.cells.values()) else "ids"
@@ -225,6 +244,38 @@ class Row:
         """Smallest and largest parameter count over tasks."""
         counts = [r.num_params for cell in self.cells.values() for r in cell.runs]
         return min(counts), max(counts)
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A setting with self-pretraining on one task, and its compute-tied control if it is there."""
+
+    task: str
+    row: Row  # both with this task's cell alone
+    control: Row | None
+
+    @property
+    def cell(self) -> Cell:
+        """Its runs."""
+        return self.row.cells[self.task]
+
+    @property
+    def control_cell(self) -> Cell | None:
+        """The control's runs."""
+        return self.control.cells[self.task] if self.control else None
+
+    @functools.cached_property
+    def points(self) -> list[float | None]:
+        """Accuracy less the control's over common seeds, in points, and the ends of two intervals.
+
+        Those over examples, those over seeds; None where it is not known.
+        """
+        result = self.cell.against(other) if (other := self.control_cell) else None
+        if result is None:
+            return [None] * 5
+        over_seeds = result.over_seeds or (None, None)
+        found = [result.difference, *result.over_examples, *over_seeds]
+        return [None if value is None else 100 * value for value in found]
 
 
 @dataclass(frozen=True)
@@ -263,7 +314,8 @@ class Board:
     """Everything the tables show."""
 
     options: Options
-    rows: list[Row]
+    rows: list[Row]  # from scratch
+    pretrained: list[Pretrained]
     published: list[Published]
     left_out: list[tuple[str, Record]]  # with a key of LEFT_OUT
     notes: list[str]
@@ -352,7 +404,8 @@ def build(
         names = ", ".join(f"{r.name} of {r.finished_at}" for r in duplicates)
         count = f"{len(duplicates)} duplicate{'s' if len(duplicates) > 1 else ''}"
         notes.append(f"{count} ignored, the newest run of a setting and seed counts: {names}")
-    for row in make_rows(unique):
+    made = make_rows(unique)
+    for row in made:
         few = {t for t, c in row.cells.items() if len(c.runs) < options.min_seeds}
         left_out += [("few seeds", r) for t in few for r in row.cells[t].runs]
         cells = {t: c for t, c in row.cells.items() if t not in few}
@@ -360,11 +413,43 @@ def build(
             rows.append(Row(row.model, row.recipe, row.variant, cells))
     rows.sort(key=_rank)
     options = replace(options, tasks=options.tasks or tasks_with_own(rows))
+    pretrained = beside_controls([r for r in rows if r.pretrained], made)
+    pretrained.sort(key=lambda p: options.tasks.index(p.task))
+    rows = [row for row in rows if not row.pretrained]
     order = list(LEFT_OUT)
     left_out.sort(key=lambda item: (order.index(item[0]), _natural(item[1])))
     shown = [p for p in published if options.published and options.shows(p.model)]
     floors = [f for f in floors if f.task in options.tasks]
-    return Board(options, rows, shown, left_out, notes, floors)
+    return Board(options, rows, pretrained, shown, left_out, notes, floors)
+
+
+def beside_controls(pretrained: Iterable[Row], rows: Iterable[Row]) -> list[Pretrained]:
+    """Each cell of rows with self-pretraining, with its control among the rows of all kinds."""
+    pretrained = list(pretrained)
+    models = {row.model for row in pretrained}
+    controls: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        for task, cell in row.cells.items():
+            if row.model in models and not cell.pretrained:
+                key = task, cell.fingerprint, tied_setting(cell.runs[0])
+                controls[key].append(replace(row, cells={task: cell}))
+    return [
+        Pretrained(task, replace(row, cells={task: cell}), _likest(cell, task, controls[key]))
+        for row in pretrained
+        for task, cell in row.cells.items()
+        for key in [(task, cell.fingerprint, tied_setting(cell.runs[0]))]
+    ]
+
+
+def _likest(cell: Cell, task: str, controls: Sequence[Row]) -> Row | None:
+    """Of several controls, which differ in their warm-up, the one with most seeds in common."""
+    seeds = {run.seed for run in cell.runs}
+
+    def likeness(control: Row) -> tuple[int, str]:
+        runs = control.cells[task].runs
+        return len(seeds & {run.seed for run in runs}), runs[0].config_hash
+
+    return max(controls, key=likeness, default=None)
 
 
 def tasks_with_own(rows: Iterable[Row]) -> tuple[str, ...]:
@@ -419,15 +504,18 @@ def _rank(row: Row) -> tuple[Any, ...]:
 
 
 def make_rows(records: Iterable[Record]) -> list[Row]:
-    """One row per model, recipe and variant; two settings never share a cell."""
+    """One row per model, recipe, pretraining and variant; two settings never share a cell."""
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in records:
         groups[_setting(record)].append(record)
-    families: dict[tuple[str, str], list[tuple[Record, ...]]] = defaultdict(list)
+    families: dict[tuple[str, ...], list[tuple[Record, ...]]] = defaultdict(list)
     for group in groups.values():
-        families[group[0].model, group[0].recipe].append(tuple(sorted(group, key=lambda r: r.seed)))
+        first = group[0]
+        before = json.dumps(first.config.get("pretrain"), sort_keys=True)
+        family = first.model, first.recipe, before
+        families[family].append(tuple(sorted(group, key=lambda r: r.seed)))
     rows = []
-    for (model, recipe), cells in families.items():
+    for (model, recipe, _), cells in families.items():
         by_variant: dict[str, dict[str, Cell]] = defaultdict(dict)
         for runs, variant in zip(cells, variants(cells), strict=True):
             if runs[0].task in by_variant[variant]:  # no key tells them apart
@@ -438,7 +526,7 @@ def make_rows(records: Iterable[Record]) -> list[Row]:
 
 
 def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
-    """Name each cell of one model and recipe by the config keys in which its setting stands out.
+    """Name each cell of one model, recipe and pretraining by the keys in which it stands out.
 
     Those are keys set on the command line, keys that differ between settings of one task, and keys
     of the model that differ at all; what a recipe itself varies by task, sizes, budgets and knobs
@@ -446,7 +534,11 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
     Cells that may share a row get the same name; two cells of one task never do.
     """
     later = flatten(LATER)  # absent from older records, which are of the same setting
-    given = [dict(set.intersection(*(set(overrides(r).items()) for r in c))) for c in cells]
+    given = [
+        {k: v for k, v in set.intersection(*(set(overrides(r).items()) for r in c))
+         if k.partition(".")[0] != "pretrain"}  # the same for all, and told elsewhere
+        for c in cells
+    ]  # fmt: skip
     flats = []
     for runs, chosen in zip(cells, given, strict=True):
         flat = flatten({k: v for k, v in runs[0].config.items() if k not in UNHASHED})
@@ -500,12 +592,12 @@ def _by_task(folder: Path) -> frozenset[str]:
 
 
 def overrides(record: Record) -> dict[str, str]:
-    """What the command line set: config keys and the experiment, no other choices of files."""
+    """What the command line set: config keys, pretraining and experiment, no other choices."""
     given, flat = {}, flatten(record.config)
     for text in record.overrides:
         name, _, value = text.partition("=")
         name = name.lstrip("+~")
-        if name == "experiment" and value not in ("", "null"):
+        if name in ("experiment", "pretrain") and value not in ("", "null", "none"):
             given[name] = value
         elif "." in name and name.split(".")[0] not in UNHASHED:
             given |= {k: "" for k in flat if k == name or k.startswith(f"{name}.")}
@@ -528,6 +620,8 @@ def _word(value: Any) -> str:
 
 
 def _short(key: str, keys: Iterable[str]) -> str:
+    if key.startswith("pretrain."):  # whose keys are called as those of the other phase
+        return key
     last = key.split(".", 1)[-1]
     return last if sum(k.split(".", 1)[-1] == last for k in keys) == 1 else key
 
@@ -548,6 +642,7 @@ def task_table(
         why = why_left_out(this)
         note = f"this run, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
         note += f", {REAL}" * (this.inputs == "real")
+        note += f", {SELF_PRETRAINED}" * (this.pretraining is not None)
         note += f"; {LEFT_OUT[why].lower()}, no result of the benchmark" if why else ""
         setting, changed = f"{this.recipe}, seed {this.seed}", setting_text(this)
         if changed and len(setting) + len(changed) <= 46:
@@ -555,10 +650,12 @@ def task_table(
         elif changed:  # the column has no room for it
             below.append(f"> changed: {changed}")
         lines.append((">", this.model, setting, text, note))
-    for row in build(records).rows:
+    board = build(records)
+    for row in [*board.rows, *(p.row for p in board.pretrained)]:
         cell, setting = row.cells[task], f"{row.recipe}{f', {row.variant}' if row.variant else ''}"
         if cell.runs != (this,):
             told = "measured here" + f", {REAL}" * (row.inputs == "real")
+            told += f", {SELF_PRETRAINED}" * row.pretrained
             lines.append(("", row.model, setting, str(cell), told))
     if this and this.protocol.data == "synthetic":
         published = ()
@@ -571,7 +668,7 @@ def task_table(
             p.cells[task],
             p.source.split(" (")[0]
             + f", {REAL}" * (p.inputs == "real")
-            + ", self-pretrained" * (p.family == "self-pretraining"),
+            + f", {SELF_PRETRAINED}" * (p.family == FAMILIES[-1]),
         )
         for p in published
         if p.model.lower() in names and p.cells.get(task)

@@ -87,6 +87,56 @@ class Protocol:
 
 
 @dataclass(frozen=True)
+class Told:
+    """How well tokens of the validation inputs are told; `loss` in nats a token."""
+
+    loss: float
+    accuracy: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.loss):
+            raise ValueError(f"pretraining.val.loss={self.loss}: expected a finite number")
+        if not 0 <= self.accuracy <= 1:
+            raise ValueError(
+                f"pretraining.val.accuracy={self.accuracy}: expected a fraction from 0 to 1"
+            )
+
+
+@dataclass(frozen=True)
+class Pretraining:
+    """The first phase of a run with self-pretraining; `val` is of the selected step."""
+
+    objective: Literal["masked", "next"]
+    mask_rate: float | None
+    num_steps: int
+    batch_size: int
+    lr: float
+    seed: int
+    identity: str  # hash of everything that the weights depend on
+    selection: str
+    step: int
+    val: Told
+    curve: list[Point]
+    speed: dict[str, float | None]
+    peak_memory_bytes: int | None
+    hardware: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"pretraining.{name}={getattr(self, name)}: expected at least 1")
+        if (self.objective == "next") != (self.mask_rate is None):
+            raise ValueError(
+                f"pretraining.mask_rate={self.mask_rate} with objective={self.objective}: "
+                "expected a rate with masked, null with next"
+            )
+        if self.mask_rate is not None and not 0 < self.mask_rate < 1:
+            raise ValueError(f"pretraining.mask_rate={self.mask_rate}: expected 0 < rate < 1")
+        if not re.fullmatch("[0-9a-f]+", self.identity):
+            raise ValueError(f"pretraining.identity={self.identity!r}: expected a hash")
+
+
+@dataclass(frozen=True)
 class Record:
     """One run, re-runnable from `config` and `overrides`."""
 
@@ -118,6 +168,8 @@ class Record:
     # Groups of parameters with a rate or a decay of their own, as `describe_groups` in
     # lra/training/optim.py has them; not in the file of a run whose parameters are all one group.
     groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # Of a run whose self-pretraining came to its end; not in the file of any other.
+    pretraining: Pretraining | None = None
     # Which of the run's records it is; stands in the name of its file, not in the file.
     number: int = dataclasses.field(default=1, init=False, compare=False)
 
@@ -128,6 +180,10 @@ class Record:
             )
         if (self.result is None) == (self.status in ("completed", "at_chance")):
             raise ValueError(f"status={self.status!r} does not go with result={self.result}")
+        asked = self.config.get("pretrain")
+        if self.result and (asked is None) != (self.pretraining is None):
+            there = "no such block" if self.pretraining is None else "such a block"
+            raise ValueError(f"pretraining: {there} does not go with config.pretrain={asked}")
         stretches = self.hardware.get("stretches", [])
         if not isinstance(stretches, list) or not all(isinstance(s, dict) for s in stretches):
             raise ValueError(f"hardware.stretches={stretches!r}: expected a list of objects")
@@ -164,6 +220,8 @@ class Record:
         del values["number"]
         if not self.groups:
             del values["groups"]
+        if self.pretraining is None:
+            del values["pretraining"]
         return json.dumps(_finite(values), indent=1, allow_nan=False) + "\n"
 
 
@@ -282,7 +340,7 @@ def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:
 
 
 def problems(record: Record, path: Path) -> list[str]:
-    """What does not fit together in a readable record: its place, hash, times and test results."""
+    """What does not fit together in a readable record: place, hash, phases, times, test results."""
     found = []
     if path.parts[-3:] != record_path(Path(), record.task, record.model, record.name).parts[1:]:
         found.append(f"holds task {record.task}, model {record.model}, run {record.run_id}")
@@ -290,6 +348,13 @@ def problems(record: Record, path: Path) -> list[str]:
         found.append(f"config_hash={record.config_hash[:12]}: not the hash of its config")
     if record.config.get("seed", record.seed) != record.seed:
         found.append(f"seed={record.seed}, but the config has {record.config['seed']}")
+    for name in ("objective", "mask_rate", "num_steps", "batch_size", "lr"):
+        asked = record.config.get("pretrain", {}).get(name)
+        if record.pretraining and getattr(record.pretraining, name) != asked:
+            done = getattr(record.pretraining, name)
+            found.append(f"pretraining.{name}={done}, but the config has {asked}")
+    if record.pretraining and record.pretraining.seed != record.seed:
+        found.append(f"pretraining.seed={record.pretraining.seed}, but the run has {record.seed}")
     for name in ("started_at", "finished_at"):
         try:
             datetime.datetime.fromisoformat(getattr(record, name))

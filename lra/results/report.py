@@ -11,13 +11,24 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from lra.config import flatten
-from lra.results.leaderboard import LEFT_OUT, REAL, Board, setting_text, task_title
+from lra.results.control import phase_text
+from lra.results.leaderboard import (
+    FAMILIES,
+    LEFT_OUT,
+    REAL,
+    Board,
+    Cell,
+    setting_text,
+    task_title,
+)
 from lra.results.records import Record
 from lra.results.statistics import wilson
 from lra.results.tables import (
     LEGEND,
+    PRETRAINED_LEGEND,
     PUBLISHED_LEGEND,
     Table,
     average_titles,
@@ -25,6 +36,9 @@ from lra.results.tables import (
     footnotes,
     marked,
     measured_table,
+    pretrained_notes,
+    pretrained_table,
+    published_sections,
 )
 
 FOLDER = Path(__file__).resolve().parent
@@ -55,6 +69,7 @@ def page(
         "legend": html.escape(LEGEND),
         "published": html.escape(PUBLISHED_LEGEND if board.published else ""),
         "floors": "".join(f'<p class="note">{html.escape(n)}</p>' for n in floor_notes(board)),
+        "pretrained": _pretrained(board),
         "figures": "".join(_picture(title, svg) for title, svg in figures.items()),
         # "<" could end the script element that holds the data.
         "data": json.dumps(content(board, records, tables), separators=(",", ":"))
@@ -62,6 +77,61 @@ def page(
     }  # fmt: skip
     template = (FOLDER / "report.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+
+
+def _pretrained(board: Board) -> str:
+    """The section of runs with self-pretraining, each figure above links to its records."""
+    if not board.pretrained:
+        return ""
+    table = pretrained_table(board.pretrained)
+    ours, control, phase = (table.header.index(title) for title in
+                            ("Self-pretrained", "Control from scratch", "First phase"))  # fmt: skip
+    lines = [[html.escape(text) for text in row] for row in table.rows]
+    for line, p in zip(lines, board.pretrained, strict=True):
+        for column, cell in ((ours, p.cell), (control, p.control_cell)):
+            line[column] += _links(cell) if cell else ""
+        line[phase] = f'<div style="min-width: 11rem">{line[phase]}</div>'
+    notes = "".join(
+        f"<li>[{k}] {html.escape(v)}</li>" for k, v in pretrained_notes(board.pretrained)
+    )
+    parts = [
+        '<h2 id="self-pretraining">Self-pretraining</h2>',
+        _static("Runs with self-pretraining, each beside its control", table, lines),
+        f'<ul class="note">{notes}</ul><p class="note">{html.escape(PRETRAINED_LEGEND)}</p>',
+    ]
+    if theirs := published_sections(board.published, board.options).get(FAMILIES[-1]):
+        escaped = [[html.escape(text) for text in row] for row in theirs.rows]
+        parts.append(_static("Self-pretraining as published", theirs, escaped))
+    return "".join(parts)
+
+
+def _links(cell: Cell) -> str:
+    """Records of a cell's runs, by seed."""
+    links = []
+    for r in cell.runs:
+        path = "/".join(quote(x, safe="") for x in ("runs", r.task, r.model, f"{r.name}.json"))
+        links.append(f'<a href="{html.escape(path)}">{r.seed}</a>')
+    return f'<br><span class="count">seed{"s" * (len(links) > 1)} {", ".join(links)}</span>'
+
+
+def _static(caption: str, table: Table, lines: Sequence[Sequence[str]]) -> str:
+    """A table that is not sorted; `lines` are its cells in HTML."""
+    kinds = [' class="number"' * table.is_numeric(j) for j in range(len(table.header))]
+    titles = "".join(
+        f'<th scope="col"{kind}>{html.escape(title)}</th>'
+        for title, kind in zip(table.header, kinds, strict=True)
+    )
+    rows = "".join(
+        f'<tr><th scope="row">{line[0]}</th>'
+        + "".join(f"<td{k}>{text}</td>" for text, k in zip(line[1:], kinds[1:], strict=True))
+        + "</tr>"
+        for line in lines
+    )
+    name = html.escape(caption)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{name}"><table>'
+        f"<caption>{name}</caption><thead><tr>{titles}</tr></thead><tbody>{rows}</tbody></table></div>"
+    )
 
 
 def _picture(title: str, svg: bytes) -> str:
@@ -97,11 +167,12 @@ def content(
             })  # fmt: skip
     pool: dict[str, int] = {}
     outcomes = {id(r): LEFT_OUT[why] for why, r in board.left_out}
-    shown = {id(r) for row in board.rows for cell in row.cells.values() for r in cell.runs}
+    outcomes |= {id(r): "In the table" for row in board.rows
+                 for cell in row.cells.values() for r in cell.runs}  # fmt: skip
+    outcomes |= {id(r): "Self-pretrained" for p in board.pretrained for r in p.cell.runs}
     lines = []
     for record in records:
-        default = "In the table" if id(record) in shown else "Not shown"
-        run = describe(record, outcomes.get(id(record), default))
+        run = describe(record, outcomes.get(id(record), "Not shown"))
         lines.append([pool.setdefault(v, len(pool)) if k in POOLED else v for k, v in run.items()])
     return {
         "titles": {t: task_title(t) for t in board.options.tasks}, "tasks": board.options.tasks,
@@ -118,6 +189,7 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
     result, speed = record.result, record.speed
     test = result.test if result else None
     low, high = wilson(test.accuracy, test.num_examples) if test else (None, None)
+    before = f"before: {phase_text([record])}" if record.pretraining else ""
     curve = _thinned([p for p in record.curve if p.get("val_accuracy") is not None])
     return {
         "id": record.name, "task": record.task, "model": record.model, "recipe": record.recipe,
@@ -128,7 +200,7 @@ def describe(record: Record, outcome: str) -> dict[str, Any]:
         "params": record.num_params, "baseline": record.baseline_params,
         "protocol": listed(vars(record.protocol)),
         "why_not": "; ".join(record.why_not),
-        "overrides": setting_text(record),
+        "overrides": ", ".join(filter(None, [setting_text(record), before])),
         "inputs": REAL if record.inputs == "real" else "",
         "steps_per_s": _rounded(speed.get("steps_per_s")),
         "tokens_per_s": _rounded(speed.get("tokens_per_s")),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lra.console import percent
+from lra.results.control import control_command, phase_text
 from lra.results.leaderboard import (
     AVERAGES,
     FAIL,
@@ -23,6 +24,7 @@ from lra.results.leaderboard import (
     Board,
     Cell,
     Options,
+    Pretrained,
     Published,
     Row,
     task_title,
@@ -45,6 +47,14 @@ PUBLISHED_LEGEND = (
     "Pathfinder and Path-X are read, as ids of 256 values or as real numbers; empty where that is "
     "not known. Self-pretrained models saw a task's inputs without labels before: not to be ranked "
     "with any other.\n"
+)
+PRETRAINED_LEGEND = (
+    "The encoder first learned to tell tokens of the task's own training inputs, hidden ones or "
+    "the next, and the run went on from there. The arena forbids pretraining: these runs are never "
+    "ranked or averaged with those from scratch. The control is from scratch, of the same task, "
+    "model and settings, and trains on as many examples as both phases together. Difference: "
+    "accuracy less the control's, in points over common seeds, with 95 % intervals over test "
+    "examples and, of two or more seeds, over seeds.\n"
 )
 # Words of a command that another column holds, or that are no part of a setting.
 TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
@@ -118,6 +128,34 @@ def published_sections(published: Sequence[Published], options: Options) -> dict
         family: Table(header, [row[:at] + row[at + 1 :] for row in whole.rows if row[at] == family])
         for family in dict.fromkeys(row[at] for row in whole.rows)
     }
+
+
+def pretrained_table(pretrained: Sequence[Pretrained]) -> Table:
+    """A line for each task of a setting with self-pretraining, and what is held against it."""
+    header = ["Task", "Model", "Self-pretrained", "Control from scratch", "Difference",
+              "Over examples", "Over seeds", "First phase", "Setting"]  # fmt: skip
+    rows = [
+        [task_title(p.task), p.row.model, marked(p.cell), control_text(p), *differences(p),
+         phase_text(p.cell.runs), ", ".join(filter(None, [p.row.recipe, p.row.variant]))]
+        for p in pretrained
+    ]  # fmt: skip
+    return Table(header, rows)
+
+
+def control_text(p: Pretrained) -> str:
+    """The control's figure, or the command that makes it."""
+    return marked(c) if (c := p.control_cell) else f"to be run: {control_command(p.cell.runs)}"
+
+
+def differences(p: Pretrained) -> list[str]:
+    """Points that self-pretraining makes, and both intervals; empty where they are not known."""
+    texts = ["" if value is None else f"{value:+.2f}" for value in p.points]
+    return [texts[0], *(" to ".join(filter(None, ends)) for ends in (texts[1:3], texts[3:]))]
+
+
+def pretrained_notes(pretrained: Sequence[Pretrained]) -> list[tuple[str, str]]:
+    """`footnotes` of these runs and their controls."""
+    return footnotes([row for p in pretrained for row in (p.row, p.control) if row])
 
 
 def source(p: Published) -> str:
@@ -198,13 +236,13 @@ def average_titles(options: Options) -> list[str]:
 
 def footnotes(rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Letter and text of every mark in use; mark `a` gives each reason."""
-    reasons = sorted(
+    reasons = sorted({
         f"{row.model}{f' ({row.variant})' if row.variant else ''} on {task_title(task)}: "
         + "; ".join(dict.fromkeys(why for run in cell.runs for why in run.why_not))
         for row in rows
         for task, cell in row.cells.items()
         if "a" in cell.marks
-    )
+    })  # fmt: skip
     used = {letter for row in rows for cell in row.cells.values() for letter in cell.marks}
     extra = {"a": ". " + ". ".join(reasons)}
     return [(k, text + extra.get(k, "")) for k, text in MARKS.items() if k in used]
@@ -233,26 +271,49 @@ def floor_notes(board: Board) -> list[str]:
 
 
 def results_section(board: Board) -> str:
-    """The measured tables, one per recipe, with footnotes: what README and leaderboard.md share."""
+    """README's section: the measured tables, one per recipe, and the one of self-pretraining."""
+    parts = [measured_section(board)]
+    if board.pretrained:
+        parts += ["### Self-pretraining\n", pretrained_section(board.pretrained)]
+    return "\n".join(parts)
+
+
+def measured_section(board: Board) -> str:
+    """The runs from scratch, a table for each recipe, with footnotes."""
     parts = [f"{escape_markdown(note)}\n" for note in floor_notes(board)]
     for recipe in sorted({row.recipe for row in board.rows}):
         rows = [row for row in board.rows if row.recipe == recipe]
         parts.append(f"### Recipe {escape_markdown(recipe)}\n")
         parts.append(measured_table(rows, board.options).markdown())
-        parts.append("".join(f"- [{k}] {escape_markdown(v)}\n" for k, v in footnotes(rows)))
+        parts.append(_listed(footnotes(rows)))
     if not parts:
         return "No finished run on the benchmark's own terms yet.\n"
     parts.append(LEGEND)
     return "\n".join(p for p in parts if p)
 
 
+def pretrained_section(pretrained: Sequence[Pretrained]) -> str:
+    """The runs with self-pretraining, each beside its control."""
+    table = pretrained_table(pretrained).markdown()
+    return "\n".join([table, _listed(pretrained_notes(pretrained)), PRETRAINED_LEGEND])
+
+
+def _listed(notes: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"- [{k}] {escape_markdown(v)}\n" for k, v in notes)
+
+
 def markdown(board: Board, skipped: Sequence[str] = ()) -> str:
     """results/leaderboard.md; `skipped` describes unreadable files."""
-    parts = ["# Leaderboard\n", GENERATED, "## Measured here\n", results_section(board)]
+    parts = ["# Leaderboard\n", GENERATED, "## Measured here\n", measured_section(board)]
     parts += [f"{escape_markdown(note)}.\n" for note in board.notes]
+    published = published_sections(board.published, board.options)
+    if board.pretrained:
+        parts += ["## Self-pretraining\n", pretrained_section(board.pretrained)]
+        if others := published.pop(FAMILIES[-1], None):
+            parts += ["As published:\n", others.markdown()]
     if board.published:
         parts += ["## Published\n", PUBLISHED_LEGEND]
-        for family, table in published_sections(board.published, board.options).items():
+        for family, table in published.items():
             parts += [f"### {family.capitalize()}\n", table.markdown()]
         notes = errata(board.published)
         parts += ["### Errata\n", *(f"- {escape_markdown(n)}" for n in notes), ""] if notes else []
@@ -267,15 +328,23 @@ def markdown(board: Board, skipped: Sequence[str] = ()) -> str:
 
 
 def csv_text(board: Board) -> str:
-    """results/leaderboard.csv: raw percentages, one line a row; empty where there is no number."""
+    """results/leaderboard.csv: raw percentages, one line a row; empty where there is no number.
+
+    A line with self-pretraining is of one task, and its control's comes next if there is one.
+    """
     tasks, averages = board.options.tasks, board.options.averages
     header = ["kind", "model", "variant", "family", "inputs", "recipe", "source"]
     header += [f"{t}_{c}" for t in tasks for c in ("percent", "std", "n", "marks")]
     header += ["avg_printed", "avg_printed_of", *(f"avg_of_{a}" for a in averages)]
     header += ["params_min", "params_max"]
+    if board.pretrained:
+        header += ["pretraining", "difference", "examples_low", "examples_high", "seeds_low",
+                   "seeds_high"]  # fmt: skip
     lines: list[list[Any]] = [header]
-    for row in board.rows:
-        line: list[Any] = ["measured", row.model, row.variant, "", row.inputs, row.recipe, ""]
+
+    def add(kind: str, row: Row, *more: str) -> None:
+        family = FAMILIES[-1] if row.pretrained else ""
+        line: list[Any] = [kind, row.model, row.variant, family, row.inputs, row.recipe, ""]
         for cell in (row.cells.get(task) for task in tasks):
             if cell is None:
                 line += [""] * 4
@@ -283,13 +352,22 @@ def csv_text(board: Board) -> str:
                 line += [FAIL, "", len(cell.runs), cell.marks]
             else:
                 line += [number(cell.mean), number(cell.std), len(cell.runs), cell.marks]
-        lines.append([*line, "", "", *(number(row.average(a)) for a in averages), *row.params])
+        means = [number(row.average(a)) for a in averages]
+        lines.append([*line, "", "", *means, *row.params, *more])
+
+    for row in board.rows:
+        add("measured", row)
+    for pair in board.pretrained:
+        add("self-pretrained", pair.row, phase_text(pair.cell.runs), *map(number, pair.points))
+        if pair.control:
+            add("control", pair.control)
     for p in board.published:
         line = ["published", p.model, p.variant, p.family, p.inputs, "", source(p)]
         for task in tasks:
             line += [p.cells.get(task, ""), "", "", ""]
         computed = [number(p.average(AVERAGES[a])) for a in averages]
         lines.append([*line, *p.printed, *computed, "", ""])
+    lines = [line + [""] * (len(header) - len(line)) for line in lines]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()

@@ -119,7 +119,7 @@ def time_parts(
                 found.clear()
             started = time.perf_counter()
         marks = [clock.mark()]
-        batch, size, _ = next(batches)
+        batch, size, *_ = next(batches)
         marks.append(clock.mark())
         loss, hits = trainer.gradient(batch)
         marks.append(clock.mark())

@@ -19,9 +19,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,9 @@ AHEAD = 4  # batches that each thread may be ahead of the training
 POLL_S = 0.5  # between looks at whether to go on waiting for a batch
 TELL_AFTER_S, GIVE_UP_AFTER_S = 60.0, 1800.0  # of waiting; a file server may need a restart
 
+Planned = TypeVar("Planned")
+Built = TypeVar("Built")
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -45,28 +48,34 @@ class Batch:
     labels_B: Tensor
 
     def __len__(self) -> int:
-        return len(self.labels_B)
+        return len(self.lengths_BS)
 
-    def split(self, size: int | None) -> Iterator[Batch]:
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What the model takes."""
+        return self.tokens_BSL, self.lengths_BS
+
+    @property
+    def num_answers(self) -> int:
+        """How many the model is asked for: a class of each example."""
+        return len(self)
+
+    def split(self, size: int | None) -> Iterator[Self]:
         """Cut into micro-batches of at most `size` rows; None keeps the batch whole."""
         for i in range(0, len(self), size or len(self)):
             rows = slice(i, i + (size or len(self)))
-            yield Batch(self.tokens_BSL[rows], self.lengths_BS[rows], self.labels_B[rows])
+            yield self._each(lambda part, rows=rows: part[rows])  # type: ignore[misc]
 
-    def to(self, device: Any) -> Batch:
+    def to(self, device: Any) -> Self:
         """Move to a device without waiting for the copy."""
-        return Batch(
-            *(
-                t.to(device, non_blocking=True)
-                for t in (self.tokens_BSL, self.lengths_BS, self.labels_B)
-            )
-        )
+        return self._each(lambda part: part.to(device, non_blocking=True))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> Self:
         """Page-locked copies, for overlapping the transfer to a GPU."""
-        return Batch(
-            self.tokens_BSL.pin_memory(), self.lengths_BS.pin_memory(), self.labels_B.pin_memory()
-        )
+        return self._each(lambda part: part.pin_memory())
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Self:
+        return replace(self, **{f.name: change(getattr(self, f.name)) for f in fields(self)})
 
 
 class TokenArrays:
@@ -129,10 +138,15 @@ class TokenArrays:
         start = self.starts_NS[index, position]
         return self.tokens[start : start + self.lengths_NS[index, position]]
 
-    def batch(self, indices: np.ndarray, pad_to: int | None = None) -> Batch:
+    def num_answers(self, indices: np.ndarray, epoch: int = 0) -> int:
+        """As of the batch of these examples."""
+        return len(indices)
+
+    def batch(self, indices: np.ndarray, pad_to: int | None = None, epoch: int = 0) -> Batch:
         """Widen the examples at `indices` to ids, padded to `pad_to` or to their own longest row.
 
         The longest row is rounded up to a multiple of 64, though never beyond the task's length.
+        The epoch matters where each asks something else of the examples, as in hidden.py.
         """
         import torch
 
@@ -296,15 +310,15 @@ def train_batches(
     bucketing: bool,
     first_step: int,
     last_step: int,
-) -> Iterator[np.ndarray]:
-    """Example indices of steps `first_step` .. `last_step`; epoch 0 begins with step 1."""
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Epoch and example indices of steps `first_step` .. `last_step`; step 1 begins epoch 0."""
     per_epoch = num_train_batches(len(lengths), batch_size)
     epoch, batches = -1, []
     for step in range(first_step, last_step + 1):
         if (step - 1) // per_epoch != epoch:
             epoch = (step - 1) // per_epoch
             batches = epoch_order(lengths, batch_size, seed=seed, epoch=epoch, bucketing=bucketing)
-        yield batches[(step - 1) % per_epoch]
+        yield epoch, batches[(step - 1) % per_epoch]
 
 
 def eval_batches(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
@@ -314,13 +328,13 @@ def eval_batches(lengths: np.ndarray, batch_size: int) -> list[np.ndarray]:
 
 
 def built_ahead(
-    build: Callable[[np.ndarray], Batch],
-    batches: Iterable[np.ndarray],
+    build: Callable[[Planned], Built],
+    batches: Iterable[Planned],
     num_threads: int,
     source: Path,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[Batch]:
-    """`build(indices)` of each batch, in order, by threads that run ahead of the training.
+) -> Iterator[Built]:
+    """`build(planned)` of each batch, in order, by threads that run ahead of the training.
 
     Threads, since building is copying, during which numpy lets others run: processes would have
     to send the batches through memory that containers give little of. With 0 threads the caller
@@ -332,24 +346,24 @@ def built_ahead(
     if num_threads == 0:
         yield from map(build, batches)
         return
-    jobs: queue.SimpleQueue[tuple[np.ndarray, Future[Batch]] | None] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[tuple[Planned, Future[Built]] | None] = queue.SimpleQueue()
 
     def work() -> None:
         while (job := jobs.get()) is not None:
-            indices, future = job
+            planned, future = job
             try:
-                future.set_result(build(indices))
+                future.set_result(build(planned))
             except BaseException as error:
                 future.set_exception(error)
 
     for _ in range(num_threads):
         # Not of a pool, whose threads Python waits for at its end, also when a disk hangs.
         threading.Thread(target=work, name="batches", daemon=True).start()
-    ahead: deque[Future[Batch]] = deque()
+    ahead: deque[Future[Built]] = deque()
     try:
-        for indices in batches:
+        for planned in batches:
             ahead.append(Future())
-            jobs.put((indices, ahead[-1]))
+            jobs.put((planned, ahead[-1]))
             if len(ahead) > AHEAD * num_threads:
                 yield _patiently(ahead.popleft(), source, check)
         while ahead:
@@ -359,7 +373,7 @@ def built_ahead(
             jobs.put(None)
 
 
-def _patiently(future: Future[Batch], source: Path, check: Callable[[], None]) -> Batch:
+def _patiently(future: Future[Built], source: Path, check: Callable[[], None]) -> Built:
     """The result of `future`; a long wait is told of, and a very long one given up."""
     started, told = time.monotonic(), False
     while True:

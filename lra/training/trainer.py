@@ -19,15 +19,15 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lra.config import TrainConfig
 from lra.files import append, write_atomically
 from lra.tasks.batches import Batch, TokenArrays, built_ahead, train_batches
 from lra.tasks.cache import Dataset
+from lra.tasks.hidden import HiddenTokens, Questions
 from lra.training import checkpoint, distributed
-from lra.training.evaluate import Metrics, evaluate, is_at_chance
+from lra.training.evaluate import Metrics, evaluate, is_at_chance, loss_and_hits
 from lra.training.hardware import Hardware
 from lra.training.optim import learning_rate, make_optimizer, set_rates
 from lra.training.progress import Progress
@@ -56,6 +56,7 @@ class State:
     loss_count: int = 0
     best_step: int = 0
     best_accuracy: float = -1.0
+    best_loss: float = math.inf
     curve: list[dict[str, float]] = field(default_factory=list)
     max_lr: float = 0.0
     train_time_s: float = 0.0  # of the timed steps; evaluation and saving left out
@@ -69,7 +70,7 @@ class State:
         """None as long as no step was timed."""
         return self.timed_tokens / self.train_time_s if self.train_time_s else None
 
-    def add_evaluation(self, val: Metrics, lr: float) -> dict[str, float]:
+    def add_evaluation(self, val: Metrics, lr: float, selection: str) -> dict[str, float]:
         """Account for the evaluation at this step, and return it as a point of the curve."""
         row = {
             "step": self.step,
@@ -80,8 +81,9 @@ class State:
         }
         self.curve.append(row)
         self.evaluated_step, self.loss_sum, self.loss_count = self.step, 0.0, 0
-        if val.accuracy > self.best_accuracy:
-            self.best_step, self.best_accuracy = self.step, val.accuracy
+        by_loss = selection == "best_val_loss"
+        if val.loss < self.best_loss if by_loss else val.accuracy > self.best_accuracy:
+            self.best_step, self.best_accuracy, self.best_loss = self.step, val.accuracy, val.loss
         return row
 
 
@@ -127,7 +129,7 @@ class Result:
     step: int
     val_accuracy: float
     val_loss: float
-    test: Metrics
+    test: Metrics | None  # None of data without that split
     micro_batch_size: int
 
 
@@ -135,7 +137,7 @@ class Step(NamedTuple):
     """One training step; loss and hits are this process's part, on the device."""
 
     step: int
-    size: int
+    num_answers: int
     lr: float
     loss: torch.Tensor
     hits: torch.Tensor
@@ -143,7 +145,7 @@ class Step(NamedTuple):
 
 def train(
     model: nn.Module,
-    data: Dataset,
+    data: Dataset | Questions,
     cfg: TrainConfig,
     hardware: Hardware,
     *,
@@ -153,6 +155,7 @@ def train(
     progress: Progress,
     log: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
     software: Mapping[str, Any] = MappingProxyType({}),
+    started: float | None = None,
 ) -> Result:
     """Train `model` from wherever `run_dir` left off, select a checkpoint, test it once.
 
@@ -160,19 +163,19 @@ def train(
     main one writes. `identity` (config hash, data fingerprint) must equal that of a checkpoint
     found in `run_dir`. `log` gets the rows of metrics.jsonl as they come. Where steps are computed
     otherwise than those before a stop, which includes `software`, that is said, and kept in
-    `hardware.stretches`.
+    `hardware.stretches`. The time limit counts from `started`, by default from now.
 
     Raises:
         Refused: the folder holds checkpoints of another setting.
         Diverged: the loss became infinite or NaN, in training or on a split.
         Interrupted: a signal or the time limit; the state is saved and can be resumed.
     """
-    started = time.monotonic()
+    started = time.monotonic() if started is None else started
     folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
     model.to(hardware.device)
     optimizer = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(hardware.device.type, enabled=hardware.config.precision == "fp16")
-    needs_best = cfg.selection == "best_val"
+    needs_best = cfg.selection != "last"
     state = resume(folder, model, optimizer, scaler, identity, progress, needs_best=needs_best)
     forward: Any = hardware.parallel(model)
     if hardware.config.compile:
@@ -207,7 +210,7 @@ def train(
             append_metrics(metrics, rows)
             log(rows)
 
-    def evaluate_on(split: TokenArrays) -> Metrics:
+    def evaluate_on(split: TokenArrays | HiddenTokens) -> Metrics:
         name = "test" if split is data.test else "validation"
         network = forward if is_alone else model
         with progress.counting(name, len(split)) as show:
@@ -238,7 +241,7 @@ def train(
         raise Interrupted(f"{why} at step {state.step}", cause) from None
 
     recent: list[Step] = []  # steps whose losses are still on the device
-    clock, saved_at, warned = StepClock(state, hardware), time.monotonic(), False
+    clock, saved_at, warned = StepClock(state, hardware), time.monotonic(), data.test is None
     with stop_on_signals() as stop, progress.bar(cfg.num_steps, state.step) as bar:
         model.train()
         while True:
@@ -247,7 +250,7 @@ def train(
                     val = evaluate_on(data.val)
                 except Interrupted as error:
                     save_and_stop(error, error.cause)
-                row = state.add_evaluation(val, learning_rate(state.step, cfg))
+                row = state.add_evaluation(val, learning_rate(state.step, cfg), cfg.selection)
                 is_best = state.best_step == state.step
                 if is_best and needs_best and is_main:
                     checkpoint.write(
@@ -267,7 +270,7 @@ def train(
 
             clock.start()
             try:
-                batch, size, num_tokens = next(batches)
+                batch, num_answers, num_examples, num_tokens = next(batches)
             except Interrupted as error:
                 if not is_alone:  # the others are at the next step already, so nobody can save
                     raise
@@ -277,7 +280,7 @@ def train(
             state.step += 1
             lr = set_rates(optimizer, state.step, cfg)
             loss, hits, fitting = accumulate_as_fits(
-                forward, batch, size, hardware, scaler, optimizer,
+                forward, batch, num_answers, hardware, scaler, optimizer,
                 micro_batch_size=micro_batch_size,
                 say=lambda text: progress.say(f"step {state.step}: {text}"),
             )  # fmt: skip
@@ -290,9 +293,9 @@ def train(
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
-            recent.append(Step(state.step, size, lr, loss, hits))
+            recent.append(Step(state.step, num_answers, lr, loss, hits))
             state.max_lr = max(state.max_lr, lr)
-            clock.count(size, num_tokens)
+            clock.count(num_examples, num_tokens)
 
             # Reading the loss makes the host wait for the device, so it is done every few steps;
             # several processes agree at these steps on whether to stop.
@@ -321,7 +324,7 @@ def train(
         selected = state.best_step if needs_best else state.step
         if needs_best:
             model.load_state_dict(checkpoint.read(checkpoint.best_path(folder, selected))["model"])
-        test = evaluate_on(data.test)
+        test = evaluate_on(data.test) if data.test is not None else None
     row = next(r for r in state.curve if r["step"] == selected)
     return Result(state, selected, row["val_accuracy"], row["val_loss"], test, micro_batch_size)
 
@@ -329,34 +332,37 @@ def train(
 def accumulate(
     forward: Callable[..., torch.Tensor],
     batch: Batch,
-    size: int,
+    num_answers: int,
     hardware: Hardware,
     scaler: torch.amp.GradScaler,
     *,
     micro_batch_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the gradient of this process's part of a batch of `size`; return its loss and hits."""
+    """Add the gradient of this process's part of a batch; return its share of the loss, and hits.
+
+    `num_answers` is how many the whole batch asks for, over which the loss is a mean.
+    """
     loss = torch.zeros((), device=hardware.device)
     hits = torch.zeros((), device=hardware.device, dtype=torch.int64)
     parts = list(batch.split(micro_batch_size))
     for i, micro in enumerate(parts):
         with hardware.exchange(forward, i == len(parts) - 1):
             with hardware.autocast():
-                logits_BC = forward(micro.tokens_BSL, micro.lengths_BS)
-            losses_B = F.cross_entropy(logits_BC.float(), micro.labels_B, reduction="none")
+                logits = forward(*micro.inputs)
+            losses_B, hits_B = loss_and_hits(logits, micro.labels_B)
             # Sum over rows, then divide by the whole batch: any split gives the same gradient.
-            micro_loss = losses_B.sum() / size
+            micro_loss = losses_B.sum() / num_answers
             # Gradients are averaged over the processes, and a sum is wanted.
             scaler.scale(micro_loss * distributed.world_size()).backward()
         loss += micro_loss.detach()
-        hits += (logits_BC.detach().argmax(dim=1) == micro.labels_B).sum()
+        hits += hits_B.sum()
     return loss, hits
 
 
 def accumulate_as_fits(
     forward: Callable[..., torch.Tensor],
     batch: Batch,
-    size: int,
+    num_answers: int,
     hardware: Hardware,
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
@@ -373,7 +379,7 @@ def accumulate_as_fits(
     while True:
         try:
             loss, hits = accumulate(
-                forward, batch, size, hardware, scaler, micro_batch_size=micro_batch_size
+                forward, batch, num_answers, hardware, scaler, micro_batch_size=micro_batch_size
             )
             return loss, hits, micro_batch_size
         except (RuntimeError, MemoryError) as error:
@@ -399,7 +405,7 @@ def evaluates_at(step: int, cfg: TrainConfig) -> bool:
     return step % cfg.eval_every == 0 or step == cfg.num_steps
 
 
-def has_learned_nothing(state: State, cfg: TrainConfig, data: Dataset) -> bool:
+def has_learned_nothing(state: State, cfg: TrainConfig, data: Dataset | Questions) -> bool:
     """Whether validation is still at chance after a quarter of the steps."""
     labels = data.meta["splits"]["val"]["label_histogram"]
     return 4 * state.step >= cfg.num_steps and is_at_chance(state.best_accuracy, labels)
@@ -451,7 +457,7 @@ def resume(
 
 
 def load_batches(
-    split: TokenArrays,
+    split: TokenArrays | HiddenTokens,
     cfg: TrainConfig,
     hardware: Hardware,
     *,
@@ -459,27 +465,32 @@ def load_batches(
     first_step: int,
     pad_to: int | None,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[Batch, int, int]]:
-    """This process's part of each batch, on the device; size and real tokens of the whole batch.
+) -> Iterator[tuple[Batch, int, int, int]]:
+    """This process's part of each batch, on the device, and counts of the whole batch: the answers
+    that it asks for, examples, real tokens.
 
     The same whatever the number of threads that build them. `check` is called while a batch is
     waited for, and may raise.
     """
     rank, world = distributed.rank(), distributed.world_size()
 
-    def order() -> Iterator[np.ndarray]:
+    def order() -> Iterator[tuple[int, np.ndarray]]:
         return train_batches(
             split.lengths, cfg.batch_size, seed=seed, bucketing=cfg.length_bucketing,
             first_step=first_step, last_step=cfg.num_steps,
         )  # fmt: skip
 
-    def build(indices: np.ndarray) -> Batch:
-        return hardware.pin(split.batch(indices, pad_to))
+    def build(planned: tuple[int, np.ndarray]) -> tuple[Batch, int]:
+        epoch, whole = planned
+        batch = split.batch(whole[rank::world], pad_to, epoch)
+        alone = world == 1
+        num_answers = batch.num_answers if alone else split.num_answers(whole, epoch)
+        return hardware.pin(batch), max(1, num_answers)
 
-    parts = (whole[rank::world] for whole in order())
-    batches = built_ahead(build, parts, hardware.config.num_workers, split.folder, check)
-    for whole, batch in zip(order(), batches, strict=True):
-        yield batch.to(hardware.device), len(whole), int(split.lengths_NS[whole].sum())
+    built = built_ahead(build, order(), hardware.config.num_workers, split.folder, check)
+    for (_, whole), (batch, num_answers) in zip(order(), built, strict=True):
+        num_tokens = int(split.lengths_NS[whole].sum())
+        yield batch.to(hardware.device), num_answers, len(whole), num_tokens
 
 
 def read_back(recent: list[Step], state: State) -> list[dict[str, Any]]:
@@ -495,7 +506,13 @@ def as_rows(recent: list[Step]) -> list[dict[str, Any]]:
     losses = distributed.all_sum(torch.stack([s.loss for s in recent])).tolist()
     hits = distributed.all_sum(torch.stack([s.hits for s in recent])).tolist()
     return [
-        {"split": "train", "step": s.step, "loss": loss, "accuracy": hit / s.size, "lr": s.lr}
+        {
+            "split": "train",
+            "step": s.step,
+            "loss": loss,
+            "accuracy": hit / s.num_answers,
+            "lr": s.lr,
+        }
         for s, loss, hit in zip(recent, losses, hits, strict=True)
     ]
 

@@ -211,3 +211,35 @@ def test_the_recipes_own_setting_is_taken_from_the_records_of_the_project() -> N
 def test_a_folder_without_records_is_named(tmp_path: Path) -> None:
     done = command("luna", "softmax", "task=listops", f"--results={tmp_path}")
     assert done.returncode == 2 and f"{tmp_path}/runs: no records" in done.stderr
+
+
+def test_self_pretraining_is_compared_with_its_control_only_when_asked_for(tmp_path: Path) -> None:
+    write_pair(tmp_path, 0.0)
+    for seed in range(2):
+        save(make_record(seed=seed, accuracy=0.9, pretrain="masked"), tmp_path)
+    here = f"--results={tmp_path}"
+    done = command("luna", "softmax", "task=listops", here)
+    assert done.returncode == 0 and "noise" in done.stdout and "90.00" not in done.stdout
+    done = command("luna:pretrain=masked", "luna", "task=listops", here)
+    assert "seeds 0, 1" in done.stdout and "note: luna:pretrain=masked: self-pre" in done.stdout
+    done = command("luna", "--control", "task=listops", here)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("self-pretraining: masked 10 %, 5,000 steps of 32: val loss")
+    told = "no control of luna is on record: python run.py -m model=luna task=listops"
+    assert f"{told} train.num_steps=10000 seed=0,1\n" in done.stdout
+    for seed in range(3):
+        long = {"train.num_steps": 10000, "train.eval_every": 100}
+        save(make_record(seed=seed, accuracy=0.5, overrides=long), tmp_path)
+    done = command("luna:pretrain=masked", "--control", "task=listops", here)
+    assert "difference              +40.00 points" in done.stdout and "seeds 0, 1" in done.stdout
+    assert "no such seed of the other model: 2" in done.stdout and "stands out" in done.stdout
+    for words, message in (
+        (
+            ["softmax", "--control", "task=listops"],
+            "softmax: no finished run with self-pretraining",
+        ),
+        (["luna:pretrain=next", "--control", "task=listops"], "known: masked"),
+        (["luna", "softmax", "--control", "task=listops"], "expected one model and task=NAME"),
+    ):
+        done = command(*words, here)
+        assert done.returncode == 2 and message in done.stderr

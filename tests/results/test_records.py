@@ -116,6 +116,51 @@ def test_a_wrong_part_of_a_result_is_named_by_itself(
 
 
 @pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"objective": "none"}, "pretraining.objective='none': not a choice"),
+        ({"num_steps": 0}, "pretraining.num_steps=0: expected at least 1"),
+        ({"num_steps": 2.5}, "pretraining.num_steps=2.5: expected an integer"),
+        ({"mask_rate": None}, "pretraining.mask_rate=None with objective=masked: expected a rate"),
+        ({"mask_rate": 1.5}, "pretraining.mask_rate=1.5: expected 0 < rate < 1"),
+        ({"identity": "no"}, "pretraining.identity='no': expected a hash"),
+        ({"val": {"loss": None, "accuracy": 0.5}}, "pretraining.val.loss=null: expected a number"),
+        (
+            {"val": {"loss": 1.0, "accuracy": 5}},
+            "pretraining.val.accuracy=5.0: expected a fraction",
+        ),
+        ({"curve": [{"step": "a"}]}, "pretraining.curve[0].step='a': expected an integer"),
+        ({"steps": 1}, "pretraining.steps=1: unknown key"),
+    ],
+)
+def test_a_wrong_part_of_pretraining_is_named(
+    tmp_path: Path, wrong: dict[str, Any], expected: str
+) -> None:
+    path = save(make_record(pretrain="masked"), tmp_path)
+    assert records.problems(load(path), path) == []
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"pretraining": values["pretraining"] | wrong}))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {expected}")):
+        load(path)
+
+
+def test_a_result_and_its_phases_belong_together(tmp_path: Path) -> None:
+    record = make_record(pretrain="next")
+    assert record.pretraining
+    with pytest.raises(ValueError, match="pretraining: no such block does not go with config"):
+        dataclasses.replace(record, pretraining=None)
+    with pytest.raises(ValueError, match="pretraining: such a block does not go with config"):
+        dataclasses.replace(make_record(), pretraining=record.pretraining)
+    make_record(pretrain="next", status="interrupted", pretraining=None)  # in its first phase
+    other = dataclasses.replace(record.pretraining, batch_size=8, seed=3)
+    path = save(dataclasses.replace(record, pretraining=other), tmp_path)
+    assert records.problems(load(path), path) == [
+        "pretraining.batch_size=8, but the config has 32",
+        "pretraining.seed=3, but the run has 0",
+    ]
+
+
+@pytest.mark.parametrize(
     "path", sorted((ROOT / "results/runs").glob("*/*/*.json")), ids=lambda p: p.stem
 )
 def test_a_shipped_record_is_read_as_it_was_written(path: Path) -> None:

@@ -345,17 +345,17 @@ def test_bucketing_pads_less_without_sorting_the_epoch_by_length() -> None:
 
 
 def test_steps_continue_where_they_left_off() -> None:
-    def steps(first: int, last: int) -> list[list[int]]:
+    def steps(first: int, last: int) -> list[tuple[int, list[int]]]:
         batches = train_batches(
             LENGTHS, 32, seed=3, bucketing=True, first_step=first, last_step=last
         )
-        return [b.tolist() for b in batches]
+        return [(epoch, rows.tolist()) for epoch, rows in batches]
 
     whole = steps(1, 25)  # ten batches an epoch: the cut falls inside an epoch and at its end
     assert whole == steps(1, 7) + steps(8, 25) == steps(1, 10) + steps(11, 25)
     for epoch in range(2):  # each takes the batches of its epoch from the first to the last
         order = epoch_order(LENGTHS, 32, seed=3, epoch=epoch, bucketing=True)
-        assert whole[10 * epoch : 10 * (epoch + 1)] == [b.tolist() for b in order]
+        assert whole[10 * epoch : 10 * (epoch + 1)] == [(epoch, b.tolist()) for b in order]
 
 
 def test_fewer_examples_than_a_batch_make_one_batch() -> None:
@@ -466,7 +466,8 @@ def test_batches_take_no_process_and_no_shared_memory(
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
     monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
     train = toy_data(tmp_path).train
-    order = [*train_batches(train.lengths, 8, seed=0, bucketing=True, first_step=1, last_step=9)]
+    planned = train_batches(train.lengths, 8, seed=0, bucketing=True, first_step=1, last_step=9)
+    order = [rows for _, rows in planned]
     state = torch.get_rng_state()
     for alone, ahead in zip(
         map(train.batch, order),

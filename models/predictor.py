@@ -1,0 +1,73 @@
+"""Predictor: an encoder and one linear map that tells the tokens at some places of its input.
+
+What self-pretraining trains; the encoder is then a classifier's.
+Shapes: B batch, S sequences for each example, L length, M places, D d_model, V values.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from models.encoder import Encoder
+from models.layers import initialise
+from models.shape import Shape
+
+PROBE_LENGTH = 512  # of the input on which an encoder shows whether it reads ahead
+
+
+class Predictor(nn.Module):
+    """Scores of the values at places of sequences, each sequence on its own.
+
+    Args:
+        encoder: token ids and mask to one vector for each token.
+        shape: of the encoder.
+        reads_mask: whether the input may hold a mask symbol, the id behind the last of the data.
+
+    Raises:
+        ValueError: the encoder gives no vector for each token.
+    """
+
+    def __init__(self, encoder: Encoder, shape: Shape, *, reads_mask: bool) -> None:
+        super().__init__()
+        one_row = torch.ones(1, shape.max_length, dtype=torch.bool)
+        self.num_before = int(shape.pooling == "cls")  # rows in front of the tokens'
+        if encoder.output_mask(one_row).shape[1] != shape.max_length + self.num_before:
+            raise ValueError(
+                f"{type(encoder).__name__} returns no row for each token "
+                "(model.pool_memory=true?), to tell a hidden token from; use pretrain=none"
+            )
+        self.encoder = encoder
+        if reads_mask:
+            encoder.embedding.add_mask_symbol()
+        self.head = nn.Linear(shape.d_model, shape.vocab_size - 1)
+        initialise(self.head, "xavier" if shape.init == "mega" else shape.init)
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor, places_BSM: Tensor) -> Tensor:
+        """Logits [B, S, M, V] of the raw values (id - 1) at the places."""
+        num_sequences = tokens_BSL.shape[1]
+        positions_L = torch.arange(tokens_BSL.shape[2], device=tokens_BSL.device)
+        mask_BSL = positions_L < lengths_BS[..., None]
+        x_BLD = self.encoder(
+            rearrange(tokens_BSL, "b s l -> (b s) l"), rearrange(mask_BSL, "b s l -> (b s) l")
+        )
+        places_BM1 = rearrange(places_BSM, "b s m -> (b s) m 1") + self.num_before
+        logits_BMV = self.head(x_BLD.take_along_dim(places_BM1, dim=1))
+        return rearrange(logits_BMV, "(b s) m v -> b s m v", s=num_sequences)
+
+
+@torch.no_grad()
+def reads_ahead(encoder: Encoder) -> bool:
+    """Whether what an encoder says of a token depends on later ones, tried on one input."""
+    shape, was_training = encoder.shape, encoder.training
+    length = min(shape.max_length, PROBE_LENGTH)
+    generator = torch.Generator().manual_seed(0)
+    tokens_1L = torch.randint(1, shape.vocab_size, (1, length), generator=generator)
+    changed_1L = tokens_1L.clone()
+    changed_1L[:, length // 2 :] = changed_1L[:, length // 2 :] % (shape.vocab_size - 1) + 1
+    mask_1L = torch.ones_like(tokens_1L, dtype=torch.bool)
+    encoder.eval()
+    before, after = (encoder(t, mask_1L)[:, : length // 2] for t in (tokens_1L, changed_1L))
+    encoder.train(was_training)
+    return not torch.allclose(before, after, rtol=1e-3, atol=1e-3 * float(before.abs().max()))
