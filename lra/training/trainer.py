@@ -82,7 +82,8 @@ class State:
         self.curve.append(row)
         self.evaluated_step, self.loss_sum, self.loss_count = self.step, 0.0, 0
         by_loss = selection == "best_val_loss"
-        if val.loss < self.best_loss if by_loss else val.accuracy > self.best_accuracy:
+        is_better = val.loss < self.best_loss if by_loss else val.accuracy > self.best_accuracy
+        if is_better:
             self.best_step, self.best_accuracy, self.best_loss = self.step, val.accuracy, val.loss
         return row
 
