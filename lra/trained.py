@@ -45,11 +45,7 @@ class TrainedModel:
     """
 
     def __init__(self, run: Path, device: str = "cpu") -> None:
-        if not run.is_dir():
-            places = {*run.parent.glob("*/config.yaml"), *Path("outputs").glob("*/config.yaml")}
-            runs = [str(path.parent) for path in places if path.parent.name != "configs"]
-            same = [name for name in runs if Path(name).name == run.name]
-            raise ValueError(f"{run}: no such run; {nearest(str(run), same or sorted(runs))}")
+        check_run(run)
         self.config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
         self.task = make_task(self.config)
         self.model = make_model(self.config, self.task)
@@ -112,6 +108,19 @@ class TrainedModel:
             return [self.task.encode(part) for part in example]
         except ValueError as error:
             raise ValueError(f"task '{self.task.name}', input {number}: {error}") from None
+
+
+def check_run(run: Path) -> None:
+    """Refuse what is no folder.
+
+    Raises:
+        ValueError: names the run that is most like it.
+    """
+    if not run.is_dir():
+        places = {*run.parent.glob("*/config.yaml"), *Path("outputs").glob("*/config.yaml")}
+        runs = [str(path.parent) for path in places if path.parent.name != "configs"]
+        same = [name for name in runs if Path(name).name == run.name]
+        raise ValueError(f"{run}: no such run; {nearest(str(run), same or sorted(runs))}")
 
 
 def _listed(given: Any) -> list[Any]:

@@ -1,7 +1,9 @@
 """Encoder: embed, N blocks of (mixer, feed-forward), final norm; models differ in the mixer.
 
 A mixer is an `nn.Module` built as `FooMixer(shape, *, own_knob)` with
-`forward(x_BLD, mask_BL) -> x_BLD`; attention dropout is its own, residual dropout the block's.
+`forward(x_BLD, mask_BL) -> x_BLD`; attention dropout is its own, residual dropout the block's. One
+that can go from token to token also has `start(batch_size) -> state` and
+`step(x_B1D, state) -> (x_B1D, state)`.
 
 Shapes: B batch, L length, D d_model. `mask` is bool, True = real token.
 """
@@ -11,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +26,9 @@ from models.layers import Embedding, FeedForward, initialise
 from models.norm import NoNorm, frozen_statistics, make_norm
 from models.positions import Rotary
 from models.shape import Shape
+
+# Models that go from token to token if they are causal.
+STEPWISE = ("softmax", "luna", "s4d", "lru", "s5", "mega", "linear", "performer", "local")
 
 
 class Block(nn.Module):
@@ -34,17 +41,33 @@ class Block(nn.Module):
         super().__init__()
         self.pre_norm = shape.norm == "pre"
         self.norm1 = make_norm(shape)
-        self.mixer = mixer
+        self.mixer: Any = mixer  # not every one has steps
         self.dropout = Dropout(shape.dropout)
         self.norm2 = make_norm(shape)
         self.ffn = FeedForward(shape)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix over positions, then transform each position; [B, L, D]."""
+        x_BLD = x_BLD + self.dropout(self.mixer(self._mixer_input(x_BLD, mask_BL), mask_BL))
+        return self._finish(x_BLD, mask_BL)
+
+    def start(self, batch_size: int) -> Any:
+        """State before the first position, for `step`; the mixer's."""
+        return self.mixer.start(batch_size)
+
+    def step(self, x_B1D: Tensor, mask_B1: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The next position alone; [B, 1, D] and the state after it."""
+        mixed_B1D, state = self.mixer.step(self._mixer_input(x_B1D, mask_B1), state)
+        return self._finish(x_B1D + self.dropout(mixed_B1D), mask_B1), state
+
+    def _mixer_input(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        return self.norm1(x_BLD, mask_BL) if self.pre_norm else x_BLD
+
+    def _finish(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """What follows the residual connection around the mixer."""
         if self.pre_norm:
-            x_BLD = x_BLD + self.dropout(self.mixer(self.norm1(x_BLD, mask_BL), mask_BL))
             return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL))
-        x_BLD = self.norm1(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
+        x_BLD = self.norm1(x_BLD, mask_BL)
         return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL)
 
 
@@ -61,7 +84,7 @@ class MixerBlock(nn.Module):
         super().__init__()
         self.pre_norm = shape.norm == "pre"
         self.norm = make_norm(shape)
-        self.mixer = mixer
+        self.mixer: Any = mixer  # not every one has steps
         self.dropout = (TiedDropout if tie_dropout else Dropout)(shape.dropout)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
@@ -69,6 +92,25 @@ class MixerBlock(nn.Module):
         if self.pre_norm:
             return x_BLD + self.dropout(self.mixer(self.norm(x_BLD, mask_BL), mask_BL))
         return self.norm(x_BLD + self.dropout(self.mixer(x_BLD, mask_BL)), mask_BL)
+
+    def start(self, batch_size: int) -> Any:
+        """State before the first position, for `step`; the mixer's."""
+        return self.mixer.start(batch_size)
+
+    def step(self, x_B1D: Tensor, mask_B1: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """The next position alone; [B, 1, D] and the state after it."""
+        inner_B1D = self.norm(x_B1D, mask_B1) if self.pre_norm else x_B1D
+        mixed_B1D, state = self.mixer.step(inner_B1D, state)
+        x_B1D = x_B1D + self.dropout(mixed_B1D)
+        return x_B1D if self.pre_norm else self.norm(x_B1D, mask_B1), state
+
+
+@dataclass(frozen=True)
+class EncoderState:
+    """What an encoder carries from token to token."""
+
+    layers: tuple[Any, ...]  # the state of each layer, in the order of their use
+    position: int  # of the next token, from 0
 
 
 class Encoder(nn.Module):
@@ -119,6 +161,39 @@ class Encoder(nn.Module):
             x_BLD = self.apply_layer(block, x_BLD, mask_BL)
         return self.norm(x_BLD, mask_BL)
 
+    def start(self, batch_size: int) -> EncoderState:
+        """State before the first token, for `step`.
+
+        Raises:
+            ValueError: the model cannot go from token to token.
+        """
+        for block in self.blocks:
+            if not hasattr(block.mixer, "step"):
+                raise ValueError(
+                    f"{type(block.mixer).__name__} cannot go from token to token; with "
+                    f"model.causal=true these models can: {', '.join(STEPWISE)}"
+                )
+        assert self.shape.pooling != "cls"  # a causal model refuses to stand behind it
+        return EncoderState(tuple(self.start_layers(batch_size)), position=0)
+
+    def step(self, tokens_B1: Tensor, state: EncoderState) -> tuple[Tensor, EncoderState]:
+        """The next token alone: what `forward` gives at it, [B, 1, D], and the state after it.
+
+        Raises:
+            ValueError: there have been `shape.max_length` tokens.
+        """
+        mask_B1 = torch.ones_like(tokens_B1, dtype=torch.bool)
+        x_B1D = self.embedding(tokens_B1, mask_B1, first=state.position)
+        layers = []
+        for block, carried in zip(self.layers(), state.layers, strict=True):
+            x_B1D, carried = block.step(x_B1D, mask_B1, carried)
+            layers.append(carried)
+        return self.norm(x_B1D, mask_B1), EncoderState(tuple(layers), state.position + 1)
+
+    def start_layers(self, batch_size: int) -> list[Any]:
+        """The states of all layers before the first token; a tied layer has several."""
+        return [block.start(batch_size) for block in self.layers()]
+
     def apply_layer(self, block: nn.Module, *tensors: Tensor) -> Any:
         """`block(*tensors)`; with `checkpoint_layers` its activations live only in the backward."""
         if self.checkpoint_layers and self.training:
@@ -132,7 +207,7 @@ class Encoder(nn.Module):
         """Mask of the rows that `forward` returns: with a class token, one True in front."""
         return F.pad(mask_BL, (1, 0), value=True) if self.shape.pooling == "cls" else mask_BL
 
-    def layers(self) -> list[nn.Module]:
+    def layers(self) -> list[Any]:
         """The blocks in the order of their use; the same one again when layers are tied."""
         return [self.blocks[i % len(self.blocks)] for i in range(self.shape.num_layers)]
 

@@ -7,6 +7,7 @@ Shapes: B batch, L length of the queries, N length of the keys, D d_model, H hea
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +72,38 @@ def attend(
     return F.scaled_dot_product_attention(
         q_BHLK, k_BHNK, v_BHNK, attn_mask=mask_B11N, dropout_p=dropout, is_causal=causal
     )
+
+
+@dataclass(frozen=True)
+class PastTokens:
+    """What step-by-step attention carries: keys and values that are read again, oldest first."""
+
+    k_BHNK: Tensor
+    v_BHNK: Tensor
+    num_steps: int = 0  # made so far; more than there are keys where old ones are dropped
+
+    def newest(self, count: int) -> PastTokens:
+        """The last ones alone."""
+        first = max(0, self.k_BHNK.shape[2] - count)
+        return replace(self, k_BHNK=self.k_BHNK[:, :, first:], v_BHNK=self.v_BHNK[:, :, first:])
+
+    def and_next(self, k_BH1K: Tensor, v_BH1K: Tensor) -> PastTokens:
+        """With one more."""
+        return PastTokens(
+            torch.cat([self.k_BHNK, k_BH1K], dim=2),
+            torch.cat([self.v_BHNK, v_BH1K], dim=2),
+            self.num_steps + 1,
+        )
+
+
+def check_stepwise(causal: bool) -> None:
+    """Refuse steps of attention that also reads later positions.
+
+    Raises:
+        ValueError: it is not causal.
+    """
+    if not causal:
+        raise ValueError("model.causal=false: only a causal model can be run step by step")
 
 
 def check_causal(shape: Shape, causal: bool) -> None:
@@ -190,13 +223,16 @@ class Embedding(nn.Module):
         own_rate = shape.embedding_dropout
         self.dropout = Dropout(shape.dropout if own_rate is None else own_rate)
 
-    def forward(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
+    def forward(self, tokens_BL: Tensor, mask_BL: Tensor, first: int = 0) -> Tensor:
         """Embed ids; [B, L, D], or [B, L + 1, D] with a class token. The mask is of these rows.
+
+        Args:
+            first: position of the first one.
 
         Raises:
             ValueError: the input is longer than `shape.max_length`.
         """
-        length = tokens_BL.shape[1]
+        length = first + tokens_BL.shape[1]
         if length > self.max_length:
             raise ValueError(
                 f"input of {length} tokens, but the model was built for shape.max_length="
@@ -209,7 +245,7 @@ class Embedding(nn.Module):
         if self.scale != 1.0:
             x_BLD = x_BLD * self.scale
         if self.positions is not None:
-            x_BLD = x_BLD + self.positions[: x_BLD.shape[1]]
+            x_BLD = x_BLD + self.positions[first : first + x_BLD.shape[1]]
         return self.dropout(self.norm(x_BLD, mask_BL))
 
     def add_mask_symbol(self) -> None:

@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.kernels import all_sums, causal_sums, widened, with_count
-from models.layers import StackedLinear, check_causal
+from models.layers import StackedLinear, check_causal, check_stepwise
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -83,7 +83,12 @@ class LinearAttention(nn.Module):
             return self._divide(sum_BHLJ).to(qkv_TBHLK.dtype)
 
     def start(self, batch_size: int) -> LinearState:
-        """State before the first position."""
+        """State before the first position.
+
+        Raises:
+            ValueError: the model is not causal.
+        """
+        check_stepwise(self.causal)
         zero = widened(self.qkv.weight.new_zeros(()))
         return LinearState(
             zero.repeat(batch_size, self.num_heads, self.head_dim, self.head_dim + 1)

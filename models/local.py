@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.layers import StackedLinear, check_causal
+from models.layers import PastTokens, StackedLinear, attend, check_causal, check_stepwise
 from models.patterns import Window, attend_pieces, distance_mask, key_mask
 from models.positions import Rotary
 from models.shape import Shape
@@ -80,7 +80,7 @@ class LocalAttention(nn.Module):
                 "sinusoidal or none"
             )
         check_causal(shape, causal)
-        self.num_heads = shape.num_heads
+        self.num_heads, self.head_dim = shape.num_heads, shape.attention_head_dim
         self.dropout = shape.attention_dropout
         self.pattern: Pattern = pattern
         self.window = window
@@ -108,11 +108,7 @@ class LocalAttention(nn.Module):
         length = x_BLD.shape[1]
         if self.pattern == "strided":
             x_BLD, mask_BL = self._deal(x_BLD, mask_BL)
-        q_BHLK, k_BHLK, v_BHLK = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
+        q_BHLK, k_BHLK, v_BHLK = self._project(x_BLD)
         y_BLD = self.out(
             rearrange(self.attend(q_BHLK, k_BHLK, v_BHLK, mask_BL), "b h l k -> b l (h k)")
         )
@@ -149,6 +145,37 @@ class LocalAttention(nn.Module):
             block_rows=rows,
             dropout=self.dropout if self.training else 0.0,
         )
+
+    def start(self, batch_size: int) -> PastTokens:
+        """State before the first position; bounded by the window or the block.
+
+        Raises:
+            ValueError: the model is not causal.
+        """
+        check_stepwise(self.causal)
+        empty_BH0K = self.qkv.weight.new_zeros(batch_size, self.num_heads, 0, self.head_dim)
+        return PastTokens(empty_BH0K, empty_BH0K)
+
+    def step(self, x_B1D: Tensor, past: PastTokens) -> tuple[Tensor, PastTokens]:
+        """The next position alone; [B, 1, D] and the state after it."""
+        q_BH1K, k_BH1K, v_BH1K = self._project(x_B1D, first=past.num_steps)
+        if self.pattern == "window":
+            past = past.newest((self.window - 1) // 2)
+        elif past.k_BHNK.shape[2] == self.block_size:  # full: a new block begins
+            past = past.newest(0)
+        past = past.and_next(k_BH1K, v_BH1K)
+        dropout = self.dropout if self.training else 0.0
+        y_BH1K = attend(q_BH1K, past.k_BHNK, past.v_BHNK, None, dropout=dropout)
+        return self.out(rearrange(y_BH1K, "b h l k -> b l (h k)")), past
+
+    def _project(self, x_BLD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values from position `first` on; [B, H, L, K] each."""
+        q, k, v = (
+            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
+            for part in self.qkv(x_BLD).chunk(3, dim=-1)
+        )
+        q, k = self.rotary(q, k, first=first)
+        return q, k, v
 
     def _deal(self, x_BLD: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Fill up, then the tokens block by block; the mask stays in its order."""

@@ -293,13 +293,36 @@ class LunaBlock(nn.Module):
             y_BLD, packed_BMD = self.mixer(normed_BLD, normed_BMD, mask_BL, memory_mask_BM)
             if self.updates_memory:
                 memory_BMD = memory_BMD + self.dropout(packed_BMD)
-            x_BLD = x_BLD + self.dropout(y_BLD)
-            return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL)), memory_BMD
+            return self._finish(x_BLD + self.dropout(y_BLD), mask_BL), memory_BMD
         y_BLD, packed_BMD = self.mixer(x_BLD, memory_BMD, mask_BL, memory_mask_BM)
         if self.memory_norm is not None:
             memory_BMD = self.memory_norm(memory_BMD + self.dropout(packed_BMD))
-        x_BLD = self.norm1(x_BLD + self.dropout(y_BLD), mask_BL)
-        return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL), memory_BMD
+        return self._finish(x_BLD + self.dropout(y_BLD), mask_BL), memory_BMD
+
+    def start(self, memory_BMD: Tensor) -> CausalState:
+        """State of a causal layer before the first position, for `step`."""
+        assert isinstance(self.mixer, LunaCausalAttention)
+        if self.pre_norm:
+            assert self.memory_norm is not None
+            memory_BMD = self.memory_norm(memory_BMD)
+        return self.mixer.start(memory_BMD)
+
+    def step(
+        self, x_B1D: Tensor, mask_B1: Tensor, state: CausalState
+    ) -> tuple[Tensor, CausalState]:
+        """The next position of a causal layer alone; [B, 1, D] and the state after it."""
+        assert isinstance(self.mixer, LunaCausalAttention)
+        memory_mask_BM = mask_B1.expand(-1, state.pack_query_BHMK.shape[2])
+        inner_B1D = self.norm1(x_B1D, mask_B1) if self.pre_norm else x_B1D
+        y_B1D, state = self.mixer.step(inner_B1D, state, memory_mask_BM)
+        return self._finish(x_B1D + self.dropout(y_B1D), mask_B1), state
+
+    def _finish(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """What follows the residual connection around the attention."""
+        if self.pre_norm:
+            return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL))
+        x_BLD = self.norm1(x_BLD, mask_BL)
+        return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL)
 
     def keep_memory(self) -> None:
         """Hand the memory on as it came; drops what only its update needs."""
@@ -427,6 +450,14 @@ class LunaEncoder(Encoder):
         for block in self.layers():
             x_BLD, memory_BMD = self.apply_layer(block, x_BLD, memory_BMD, mask_BL, memory_mask_BM)
         return self.norm(x_BLD, mask_BL), self.memory_norm(memory_BMD)
+
+    def start_layers(self, batch_size: int) -> list[CausalState]:
+        """The states of all layers before the first token."""
+        all_slots_BM = torch.ones(
+            batch_size, len(self.memory), dtype=torch.bool, device=self.memory.device
+        )
+        memory_BMD = self._first_memory(all_slots_BM)
+        return [block.start(memory_BMD) for block in self.layers()]
 
     def output_mask(self, mask_BL: Tensor) -> Tensor:
         """Mask of the rows that `forward` returns: tokens, or the slots in use."""

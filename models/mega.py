@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from models.convolution import long_convolution, powers, sum_of_powers
 from models.dropout import BLOCK_SIZE, Dropout, draw_kept, has_fast_path, keep_probability
 from models.encoder import Block, Encoder
-from models.layers import check_causal
+from models.layers import check_causal, check_stepwise
 from models.shape import Shape
 
 AttentionFunction = Literal["softmax", "laplace", "relu2"]
@@ -584,8 +584,7 @@ class MegaAttention(nn.Module):
         Raises:
             ValueError: the model is not causal.
         """
-        if not self.causal:
-            raise ValueError("model.causal=false: only a causal model can be run step by step")
+        check_stepwise(self.causal)
         empty_B0 = self.gamma.new_zeros(batch_size, 0)
         return MegaState(
             average=self.ema.start(batch_size),
@@ -599,6 +598,13 @@ class MegaAttention(nn.Module):
         Raises:
             ValueError: without chunks, a position behind `shape.max_length`.
         """
+        gate_B1D, h_B1D, state = self.step_gate_and_candidate(x_B1D, state)
+        return gate_B1D * (h_B1D - x_B1D), state
+
+    def step_gate_and_candidate(
+        self, x_B1D: Tensor, state: MegaState
+    ) -> tuple[Tensor, Tensor, MegaState]:
+        """u and h of the next position alone, and the next state."""
         ema_BD, average = self.ema.step(x_B1D[:, 0], state.average)
         gate_B1D, q_B1Z, k_B1Z, r_B1V, h_B1D = self.project(ema_BD[:, None])
         v_B1V = self.values(x_B1D)
@@ -612,7 +618,7 @@ class MegaAttention(nn.Module):
         score_B1C = q_B1Z @ k_BCZ.mT + self.position_bias.distances(count)[:count]
         weight_B1C = self.attention_dropout(weights(score_B1C, self.attention_function))
         h_B1D = self.candidate(h_B1D, r_B1V, weight_B1C @ v_BCV)
-        return gate_B1D * (h_B1D - x_B1D), MegaState(average, k_BCZ, v_BCV)
+        return gate_B1D, h_B1D, MegaState(average, k_BCZ, v_BCV)
 
 
 class MegaBlock(Block):
@@ -633,8 +639,8 @@ class MegaBlock(Block):
     def attend(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Gated attention and its norm; [B, L, D]."""
         assert isinstance(self.mixer, MegaAttention)
-        normed_BLD = self.norm1(x_BLD, mask_BL) if self.pre_norm else x_BLD
-        gate_BLD, h_BLD = self.mixer.gate_and_candidate(normed_BLD, mask_BL)
+        inner_BLD = self._mixer_input(x_BLD, mask_BL)
+        gate_BLD, h_BLD = self.mixer.gate_and_candidate(inner_BLD, mask_BL)
         y_BLD = x_BLD + gate_BLD * (self.dropout(h_BLD) - x_BLD)
         return y_BLD if self.pre_norm else self.norm1(y_BLD, mask_BL)
 
@@ -643,6 +649,13 @@ class MegaBlock(Block):
         if self.pre_norm:
             return x_BLD + self.ffn(self.norm2(x_BLD, mask_BL))
         return self.norm2(x_BLD + self.ffn(x_BLD), mask_BL)
+
+    def step(self, x_B1D: Tensor, mask_B1: Tensor, state: MegaState) -> tuple[Tensor, MegaState]:
+        """The next position alone; [B, 1, D] and the state after it."""
+        assert isinstance(self.mixer, MegaAttention)
+        inner_B1D = self._mixer_input(x_B1D, mask_B1)
+        gate_B1D, h_B1D, state = self.mixer.step_gate_and_candidate(inner_B1D, state)
+        return self._finish(x_B1D + gate_B1D * (self.dropout(h_B1D) - x_B1D), mask_B1), state
 
 
 class MegaEncoder(Encoder):

@@ -22,7 +22,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.kernels import all_sums, causal_sums, widened, with_count
-from models.layers import StackedLinear, check_causal
+from models.layers import StackedLinear, check_causal, check_stepwise
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -190,7 +190,12 @@ class PerformerAttention(nn.Module):
             return weighted_mean(sum_BHLJ, signed=signed).to(qkv_TBHLK.dtype)
 
     def start(self, batch_size: int) -> PerformerState:
-        """State of causal attention before the first position."""
+        """State of causal attention before the first position.
+
+        Raises:
+            ValueError: the model is not causal.
+        """
+        check_stepwise(self.causal)
         num_features = self.head_dim
         if self.projection_MK is not None:
             num_features = len(self.projection_MK) + (self.kernel == "softmax")

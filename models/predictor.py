@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.encoder import Encoder
+from models.encoder import Encoder, EncoderState
 from models.layers import initialise
 from models.shape import Shape
 
@@ -55,6 +55,15 @@ class Predictor(nn.Module):
         places_BM1 = rearrange(places_BSM, "b s m -> (b s) m 1") + self.num_before
         logits_BMV = self.head(x_BLD.take_along_dim(places_BM1, dim=1))
         return rearrange(logits_BMV, "(b s) m v -> b s m v", s=num_sequences)
+
+    def start(self, batch_size: int) -> EncoderState:
+        """State before the first token, for `step`; refused by a model that reads ahead."""
+        return self.encoder.start(batch_size)
+
+    def step(self, tokens_B1: Tensor, state: EncoderState) -> tuple[Tensor, EncoderState]:
+        """Logits [B, V] of the raw values at the next token alone, and the state after it."""
+        x_B1D, state = self.encoder.step(tokens_B1, state)
+        return self.head(x_B1D[:, 0]), state
 
 
 @torch.no_grad()

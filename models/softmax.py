@@ -9,7 +9,7 @@ from __future__ import annotations
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.layers import StackedLinear, attend, check_causal
+from models.layers import PastTokens, StackedLinear, attend, check_causal, check_stepwise
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -29,7 +29,7 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, shape: Shape, *, causal: bool = False) -> None:
         super().__init__()
         check_causal(shape, causal)
-        self.num_heads = shape.num_heads
+        self.num_heads, self.head_dim = shape.num_heads, shape.attention_head_dim
         self.dropout = shape.attention_dropout
         self.causal = causal
         width = shape.num_heads * shape.attention_head_dim
@@ -39,11 +39,7 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
-        q_BHLK, k_BHLK, v_BHLK = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
+        q_BHLK, k_BHLK, v_BHLK = self._project(x_BLD)
         y_BHLK = attend(
             q_BHLK,
             k_BHLK,
@@ -55,3 +51,30 @@ class SoftmaxAttention(nn.Module):
             causal=self.causal,
         )
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
+
+    def start(self, batch_size: int) -> PastTokens:
+        """State before the first position; it grows with every step.
+
+        Raises:
+            ValueError: the model is not causal.
+        """
+        check_stepwise(self.causal)
+        empty_BH0K = self.qkv.weight.new_zeros(batch_size, self.num_heads, 0, self.head_dim)
+        return PastTokens(empty_BH0K, empty_BH0K)
+
+    def step(self, x_B1D: Tensor, past: PastTokens) -> tuple[Tensor, PastTokens]:
+        """The next position alone; [B, 1, D] and the state after it."""
+        q_BH1K, k_BH1K, v_BH1K = self._project(x_B1D, first=past.num_steps)
+        past = past.and_next(k_BH1K, v_BH1K)
+        dropout = self.dropout if self.training else 0.0
+        y_BH1K = attend(q_BH1K, past.k_BHNK, past.v_BHNK, None, dropout=dropout)
+        return self.out(rearrange(y_BH1K, "b h l k -> b l (h k)")), past
+
+    def _project(self, x_BLD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values from position `first` on; [B, H, L, K] each."""
+        q, k, v = (
+            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
+            for part in self.qkv(x_BLD).chunk(3, dim=-1)
+        )
+        q, k = self.rotary(q, k, first=first)
+        return q, k, v

@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant("lra/tasks/batches.py",
            "np.random.default_rng([seed, epoch])", "np.random.default_rng([seed])",
            "tasks/test_data.py permutation"),
-    Mutant("lra/tasks/batches.py", "yield epoch, batches[(step - 1) %", "yield epoch, batches[step %",
+    Mutant("lra/tasks/batches.py", "batches[(step - 1) %", "batches[step %",
            "tasks/test_data.py where_they_left_off"),
     Mutant("lra/tasks/batches.py", "np.argsort(-lengths, kind=\"stable\")",
            "np.argsort(-lengths, kind=\"stable\")[: len(lengths) // batch_size * batch_size]",

@@ -52,6 +52,7 @@ class Rule:
     is_fast: bool = False
     needs: str = ""  # a package; or no_cuda, no_slurm: the message is of a machine without
     environment: tuple[tuple[str, str], ...] = ()
+    of_run: str = ""  # further words of the run that it is about
 
 
 # The first that fits.
@@ -83,6 +84,9 @@ RULES = [
     Rule(r"scripts/records.py merge", r"^0 records added, \d+ were here already$", is_fast=True),
     Rule(r"scripts/make_tables.py", r"\d+ records"),
     Rule(r"scripts/use_model.py outputs/RUN_ID", r"^\d( \(it is \d\))?  <-  \[M"),
+    Rule(r"scripts/generate.py outputs/RUN_ID",
+         r"^\[MAX 4( \S+)+$(.*\n)*\d+ tokens read and \d+ drawn",
+         of_run="model.causal=true pretrain=next"),
     Rule(r"scripts/prepare_data.py task=listops", r"^listops: .*\[generated\](.*\n)*train 1 label",
          "task.num_train=64 task.num_val=16 task.num_test=16"),
     Rule(r"scripts/prepare_data.py task=text", r"^text: small/aclImdb \[files\](.*\n)*train 1 ",
@@ -248,7 +252,8 @@ def test_commands_in_a_clone_of_their_own(
     if "small" in rule.added:
         shutil.copytree(small_data, folder / "small")
     if "outputs/RUN_ID" in command:  # the run that such a command goes on from
-        done = run(folder, ["run.py", "model=luna", "task=listops", *LISTOPS.split()])
+        words = f"model=luna task=listops {LISTOPS} {rule.of_run}".split()
+        done = run(folder, ["run.py", *words])
         assert done.returncode == 0, done.stdout
     done = run(folder, words_of(command, rule, folder / "outputs"), **dict(rule.environment))
     check(rule, done.returncode, done.stdout)

@@ -232,16 +232,24 @@ class ListOps(GeneratedTask):
         """
         if not isinstance(given, str):
             return super().encode(given)
-        symbols = given.replace("]", " ] ").translate(str.maketrans("()", "  ")).split()
+        values = self.encode_prompt(given)
+        evaluate(bytes(values))
+        return values
+
+    def encode_prompt(self, text: str) -> np.ndarray | bytes:
+        """Raw values of an expression or of its beginning; round brackets are dropped.
+
+        Raises:
+            ValueError: a symbol that is none of the 15; says which and where.
+        """
+        symbols = text.replace("]", " ] ").translate(str.maketrans("()", "  ")).split()
         for place, symbol in enumerate(symbols, start=1):
             if symbol not in SYMBOLS:
                 raise ValueError(
                     f"unknown symbol {symbol[:60]!r} (number {place} of {len(symbols)}), expected "
                     f"{' '.join(SYMBOLS)}"
                 )
-        values = encode(" ".join(symbols))
-        evaluate(values.tobytes())
-        return values
+        return encode(" ".join(symbols))
 
     def decode(self, values: np.ndarray) -> str:
         """Raw values back to the expression, without round brackets."""

@@ -155,6 +155,12 @@ class Retrieval(FileTask):
                 document = repr(document).encode()
         return document[:MAX_DOCUMENT_BYTES]
 
+    def encode_prompt(self, text: str) -> np.ndarray | bytes:
+        """As `encode`; a literal lacks its closing quote, so that it can go on."""
+        document = self.encode(text)
+        has_no_quotes = self.source == "synthetic" or self.decode_literals
+        return document if has_no_quotes else document[:-1]
+
     def decode(self, values: np.ndarray) -> str:
         """The bytes as UTF-8; what is none, as escapes."""
         return bytes(values).decode(errors="backslashreplace")

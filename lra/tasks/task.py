@@ -145,6 +145,14 @@ class Task(ABC):
             )
         return values.astype(np.uint16)
 
+    def encode_prompt(self, text: str) -> np.ndarray | bytes:
+        """Raw values of a text that begins a sequence and is to be continued.
+
+        Raises:
+            ValueError: as for `encode`.
+        """
+        return self.encode(text)
+
     @abstractmethod
     def decode(self, values: np.ndarray) -> str:
         """Raw values back to what a person can read."""
