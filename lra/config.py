@@ -159,14 +159,13 @@ class PretrainConfig:
             )
         if self.mask_rate is not None and not 0 < self.mask_rate < 1:
             raise ValueError(f"pretrain.mask_rate={self.mask_rate}: expected 0 < rate < 1")
-        self.as_train(None)  # checks the rest
 
     @property
     def num_examples(self) -> int:
         """Training examples of this phase, repeats counted; 0 without it."""
         return 0 if self.objective == "none" else self.num_steps * self.batch_size
 
-    def as_train(self, train: TrainConfig | None) -> TrainConfig:
+    def as_train(self, train: TrainConfig) -> TrainConfig:
         """How the first phase trains, given the second.
 
         Raises:
@@ -178,9 +177,10 @@ class PretrainConfig:
                          "weight_decay", "eval_every")
         } | {"selection": "best_val_loss"}  # fmt: skip
         try:
-            return TrainConfig(**own) if train is None else dataclasses.replace(train, **own)
+            return dataclasses.replace(train, **own)
         except ValueError as error:
-            raise ValueError(str(error).replace("train.", "pretrain.")) from None
+            keys = re.compile(rf"\btrain\.(?=({'|'.join(own)})\b)")
+            raise ValueError(keys.sub("pretrain.", str(error))) from None
 
 
 @dataclass(frozen=True)
@@ -281,11 +281,13 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: expected 0 to 2**32 - 1")
-        if self.init_from and self.pretrain.objective != "none":
-            raise ValueError(
-                f"init_from={self.init_from} with pretrain={self.pretrain.objective}: both say "
-                "where the first weights come from; give one of them"
-            )
+        if self.pretrain.objective != "none":
+            self.pretrain.as_train(self.train)  # checks its values
+            if self.init_from:
+                raise ValueError(
+                    f"init_from={self.init_from} with pretrain={self.pretrain.objective}: both say "
+                    "where the first weights come from; give one of them"
+                )
 
 
 class UnknownKey(ValueError):

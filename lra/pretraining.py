@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from lra.training import checkpoint, distributed
 from lra.training.checkpoint import seed_everything
 from lra.training.hardware import Hardware
 from lra.training.progress import Progress
-from lra.training.trainer import train
+from lra.training.stopping import Interrupted, stop_on_signals
+from lra.training.trainer import REMEDY, Diverged, Refused, train
 from models.classifier import Classifier
-from models.predictor import Predictor
 
 WEIGHTS = "pretrained.pt"  # in a run's folder
+OWN_REMEDY = "lower pretrain.lr, lengthen pretrain.warmup_steps or set train.clip_norm"
 # Of the shape, what the encoder has nothing to do with.
 OF_THE_HEAD = ("head_hidden", "head_bias", "head_activation", "head_dropout", "pair_features")
 
@@ -56,31 +58,27 @@ def pretrained(
         started: when the process began with the run, for the time limit.
 
     Raises:
-        as `train`; the same command goes on with the first phase where it was.
+        Refused: what the first phase has left cannot be read, or is of other data.
+        Interrupted, Diverged, ...: as `train`; the same command goes on where the phase was.
     """
-    path = plan.run_dir / WEIGHTS
+    path, identity = plan.run_dir / WEIGHTS, identity_of(plan, data)
     if not distributed.from_main(path.exists()):
-        identity = identity_of(plan, data)
         folder = plan.config.paths.outputs / folder_name(plan, identity)
         progress.say(f"phase 1  {describe(plan)}, in {folder}")
-        with _one_process(folder, progress):
+        with _one_process(plan, folder, progress, started):
             result = folder / "result.json"
             if distributed.from_main(result.exists()):
                 progress.say("phase 1  was done by a run that asked for the same")
             else:
-                predictor = make_predictor(plan.config, first_weights())
-                block = _train(plan, predictor, data, hardware, progress, folder, identity,
+                block = _train(plan, first_weights(), data, hardware, progress, folder, identity,
                                software=software, started=started)  # fmt: skip
                 if distributed.is_main():
                     write_atomically(result, json.dumps(block, indent=1) + "\n")
             if distributed.is_main():
-                block = json.loads(result.read_text(encoding="utf-8"))
-                best = checkpoint.best_path(folder / "checkpoints", block["step"])
-                weights = checkpoint.read(best)["model"]
-                checkpoint.write(path, {"model": weights, "pretraining": json.dumps(block)})
+                checkpoint.write(path, _left_in(folder, result))
         distributed.from_main(True)  # nobody reads before it is there
         progress.say("phase 2  the classes, from these weights")
-    weights = checkpoint.read(path)["model"]
+    weights = _weights(path, config_hash({"identity": identity}))
     model = first_weights()
     model.encoder.load_state_dict({
         name.removeprefix("encoder."): value
@@ -88,6 +86,33 @@ def pretrained(
         if name.startswith("encoder.") and name != "encoder.embedding.mask_symbol"
     })  # fmt: skip
     return model
+
+
+def _left_in(folder: Path, result: Path) -> dict[str, Any]:
+    """The best weights of a first phase that is done, and the record's block on it."""
+    try:
+        block = json.loads(result.read_text(encoding="utf-8"))
+        best = checkpoint.best_path(folder / "checkpoints", block["step"])
+        return {"model": checkpoint.read(best)["model"], "pretraining": json.dumps(block)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise Refused(
+            f"{result}: the first phase was done, but its result cannot be read ({error}); delete "
+            "this file, and the same command makes it again from what is left in the folder"
+        ) from None
+
+
+def _weights(path: Path, identity: str) -> dict[str, Any]:
+    """The weights in a run's folder, if they are what the run asks for."""
+    again = "delete it, and the same command takes the weights of the first phase again"
+    try:
+        stored = checkpoint.read(path)
+        block = json.loads(stored["pretraining"])
+    except (ValueError, KeyError) as error:
+        raise Refused(f"{path}: damaged ({error}); {again}") from None
+    if block["identity"] != identity:
+        raise Refused(f"{path}: weights of a first phase on other data; {again}")
+    weights: dict[str, Any] = stored["model"]
+    return weights
 
 
 def block_of(run_dir: Path) -> Pretraining | None:
@@ -108,20 +133,35 @@ def describe(plan: Plan) -> str:
 
 
 @contextlib.contextmanager
-def _one_process(folder: Path, progress: Progress) -> Iterator[None]:
-    """Keep other runs off the folder of the first phase, and wait while one is at it."""
+def _one_process(plan: Plan, folder: Path, progress: Progress, started: float) -> Iterator[None]:
+    """Keep other runs off the folder of the first phase, and wait while one is at it.
+
+    Raises:
+        Interrupted: a signal or the time limit, while it waits.
+    """
     if not distributed.is_main():
+        while distributed.from_main(None) == "wait":  # in turns, for no exchange may take hours
+            pass
         yield
         return
-    told: list[str] = []
+    limit, told = plan.config.train.time_limit, False
 
     def wait() -> None:
+        nonlocal told
         if not told:
-            told.append(f"phase 1  waiting for another run that is at it in {folder}")
-            progress.say(told[0])
+            progress.say(f"phase 1  waiting for another run that is at it in {folder}")
+            told = True
+        if limit is not None and time.monotonic() - started > limit:
+            stop.requested = stop.requested or f"train.time_limit={limit:g} s"
+        stop.check()
+        distributed.from_main("wait")
 
     folder.mkdir(parents=True, exist_ok=True)
-    with files.locked(folder / "run.lock", "paths.outputs", waiting=wait):
+    with contextlib.ExitStack() as held:
+        with stop_on_signals() as stop:
+            held.enter_context(files.locked(folder / "run.lock", "paths.outputs", waiting=wait))
+            stop.check()
+        distributed.from_main("go on")
         yield
 
 
@@ -139,7 +179,8 @@ def identity_of(plan: Plan, data: Dataset) -> dict[str, Any]:
         "objective": config.pretrain.objective,
     }
     return {"config_hash": config_hash(settings), "seed": config.seed,
-            "data": data.fingerprint, "vocabulary": plan.task.vocabulary_hash()}  # fmt: skip
+            "data": data.fingerprint, "vocabulary": plan.task.vocabulary_hash(),
+            "num_train": len(data.train), "num_val": len(data.val)}  # fmt: skip
 
 
 def folder_name(plan: Plan, identity: Mapping[str, Any]) -> str:
@@ -155,7 +196,7 @@ def _plain_train(plan: Plan) -> dict[str, Any]:
 
 def _train(
     plan: Plan,
-    predictor: Predictor,
+    classifier: Classifier,
     data: Dataset,
     hardware: Hardware,
     progress: Progress,
@@ -179,11 +220,17 @@ def _train(
         for part, examples in enumerate((data.train, data.val))
     )  # fmt: skip
     questions = Questions(train_split, val_split, data.meta)
-    seed_everything(config.seed)
-    result = train(
-        predictor, questions, cfg, hardware, seed=config.seed, run_dir=folder, identity=identity,
-        progress=progress, software=software, started=started,
-    )  # fmt: skip
+    seed_everything(config.seed)  # no draw may depend on the size of the classifier's own head
+    predictor = make_predictor(config, classifier)
+    try:
+        result = train(
+            predictor, questions, cfg, hardware, seed=config.seed, run_dir=folder,
+            identity=identity, progress=progress, software=software, started=started,
+        )  # fmt: skip
+    except Diverged as error:
+        raise Diverged(f"phase 1, {str(error).replace(REMEDY, OWN_REMEDY)}") from None
+    except Interrupted as error:
+        raise Interrupted(f"phase 1, {error}", error.cause) from None
     state = result.state
     return {
         "objective": own.objective,

@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant("lra/tasks/batches.py",
            "np.random.default_rng([seed, epoch])", "np.random.default_rng([seed])",
            "tasks/test_data.py permutation"),
-    Mutant("lra/tasks/batches.py", "batches[(step - 1) %", "batches[step %",
+    Mutant("lra/tasks/batches.py", "epoch, batches[(step - 1) %", "epoch, batches[step %",
            "tasks/test_data.py where_they_left_off"),
     Mutant("lra/tasks/batches.py", "np.argsort(-lengths, kind=\"stable\")",
            "np.argsort(-lengths, kind=\"stable\")[: len(lengths) // batch_size * batch_size]",
@@ -76,7 +76,8 @@ MUTANTS = [
     # Training: steps, the best, resuming, gradients.
     Mutant("lra/training/trainer.py", "best_accuracy: float = -1.0", "best_accuracy: float = 0.0",
            "training/test_trainer.py first_evaluation"),
-    Mutant("lra/training/trainer.py", "if is_better:", "if is_better and self.curve[1:]:",
+    Mutant("lra/training/trainer.py", "else val.accuracy > self.best_accuracy",
+           "else val.accuracy > self.best_accuracy and self.curve[1:]",
            "training/test_trainer.py first_evaluation"),
     Mutant("lra/training/trainer.py", "else val.accuracy > self.best_accuracy",
            "else val.accuracy >= self.best_accuracy", "training/test_trainer.py chosen_step"),

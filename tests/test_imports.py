@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted([*(ROOT / "lra").rglob("*.py"), *(ROOT / "models").rglob("*.py")])
-SHARED_MODEL_CODE = {"classifier", "predictor", "encoder", "shape", "layers"}
+SHARED_MODEL_CODE = {"classifier", "encoder", "shape", "layers", "predictor"}
 GROUND_FLOOR = {"lra.config", "lra.console", "lra.files", "lra.script"}
 # From the bottom up, each room with those that it may know besides itself. Anything of lra/ that is
 # in no other room ties them: it may know all, and only itself, run.py and scripts/ know it.

@@ -47,6 +47,7 @@ def config(folder: Path, **changes: Any) -> RunConfig:
         "model": dict(SOFTMAX),
         "shape": dict(SHAPE),
         "train": dict(TRAIN),
+        "pretrain": {},
         "hardware": {"device": "cpu", "num_threads": 1},
         "logger": {"name": "none"},
         "paths": {p: str(folder / p) for p in ("data", "cache", "outputs", "results")},

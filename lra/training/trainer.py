@@ -82,9 +82,10 @@ class State:
         self.curve.append(row)
         self.evaluated_step, self.loss_sum, self.loss_count = self.step, 0.0, 0
         by_loss = selection == "best_val_loss"
-        is_better = val.loss < self.best_loss if by_loss else val.accuracy > self.best_accuracy
-        if is_better:
-            self.best_step, self.best_accuracy, self.best_loss = self.step, val.accuracy, val.loss
+        is_best = val.loss < self.best_loss if by_loss else val.accuracy > self.best_accuracy
+        if is_best:
+            self.best_step, self.best_loss = self.step, val.loss
+        self.best_accuracy = max(self.best_accuracy, val.accuracy)
         return row
 
 
@@ -322,6 +323,9 @@ def train(
                 save()
 
         save()  # a run that is killed from here on only has the test to repeat
+        if data.test is None and distributed.any_of(bool(stop.requested), hardware.device):
+            why = f"stopped by {stop.requested or 'another process'} at step {state.step}"
+            raise Interrupted(why, stop.requested)
         selected = state.best_step if needs_best else state.step
         if needs_best:
             model.load_state_dict(checkpoint.read(checkpoint.best_path(folder, selected))["model"])
