@@ -14,7 +14,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.layers import StackedLinear, attend
-from models.patterns import Chosen, Drawn, Window, attend_pieces, key_mask
+from models.patterns import attend_pieces
+from models.pieces import Chosen, Drawn, Window, key_mask
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -134,12 +135,15 @@ class BigBirdAttention(nn.Module):
         y_BHLK = attend_pieces(
             q_BHLK, k_BHLK, v_BHLK, [near, chosen, drawn], block_rows=rows, dropout=dropout
         )
-        q_BHMK, query_mask_BM = q_BHLK[:, :, index_M], mask_BL[:, index_M]
         y_BHMK = attend(
-            q_BHMK, k_BHLK, v_BHLK, mask_BL, query_mask_BL=query_mask_BM, dropout=dropout
+            q_BHLK.index_select(2, index_M),
+            k_BHLK,
+            v_BHLK,
+            mask_BL,
+            query_mask_BL=mask_BL[:, index_M],
+            dropout=dropout,
         )
-        ends = [y_BHMK[:, :, :rows], y_BHLK[:, :, rows:end_start], y_BHMK[:, :, rows:]]
-        return torch.cat(ends, dim=2)
+        return y_BHLK.index_copy(2, index_M, y_BHMK)
 
 
 def draw_blocks(num_heads: int, num_blocks: int, last: int, num_random: int) -> Tensor:

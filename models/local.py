@@ -16,7 +16,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.layers import PastTokens, StackedLinear, attend, check_causal, check_stepwise
-from models.patterns import Window, attend_pieces, distance_mask, key_mask
+from models.patterns import attend_pieces
+from models.pieces import Window, distance_mask, key_mask
 from models.positions import Rotary
 from models.shape import Shape
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from models.dropout import Dropout
 from models.layers import StackedLinear, check_causal
-from models.patterns import Chosen, Window, attend_pieces, distance_mask, key_mask
+from models.patterns import attend_pieces
+from models.pieces import Chosen, Window, distance_mask, key_mask
 from models.positions import Rotary
 from models.shape import Shape
 

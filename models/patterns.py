@@ -1,175 +1,34 @@
 """Softmax attention over sparse patterns, in blocks of queries: local, longformer, bigbird, sparse.
 
-A pattern is a list of pieces. Each piece gives the queries of a block some keys; the softmax runs
-over the keys of all pieces together, so a key that two pieces offer counts twice unless one of them
-hides it. Only scores of the pieces' keys are ever formed.
+A pattern is a list of pieces (models/pieces.py). Each piece gives the queries of a block some keys;
+the softmax runs over the keys of all pieces together, so a key that two pieces offer counts twice
+unless one of them hides it. Only scores of the pieces' keys are ever formed.
 
-Shapes: B batch, L length, H heads, K head dim; G blocks, R rows of a block, N = B * H * G blocks of
-all heads and examples; J keys that a piece gives to a block, M keys that all blocks share.
+On a CPU a thread works on an example at a time, or on a head of it: a block's products are too
+small to be divided among threads.
+
+Shapes: B batch, L length, H heads, K head dim; G blocks, g of a part, R rows of a block; J keys
+that the pieces give to a block.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from models.dropout import draw_kept, has_fast_path, keep_probability
+from models.dropout import draw_kept, has_fast_path, keep_probability, side_by_side
+from models.pieces import Part, Piece
 
-CHUNK_SIZE = 2**20  # scores formed at a time on a CPU: enough for threads, few enough for caches
-
-
-class Piece(Protocol):
-    """Keys for the queries of each block; tensors in blocks are [B, H, G, R, K].
-
-    `allowed` are bool masks that broadcast to the scores [B, H, G, R, J]; a key is read where all
-    of them are True.
-    """
-
-    @property
-    def allowed(self) -> Sequence[Tensor]: ...
-
-    def width(self, num_blocks: int, rows: int) -> int:
-        """J for G blocks of R rows."""
-
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
-        """Products of queries and keys, [B, H, G, R, J]; written to `out` if there is one."""
-
-    def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
-        """For each query, the sum of its values times weights, [B, H, G, R, K]."""
-
-    def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        """The transpose of `combine`: for each key, the sum of its queries' x times weights."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The blocks from `before` blocks back to `after` blocks ahead; J = (before + 1 + after) R.
-
-    At the ends of a sequence the blocks are those of its neighbours in memory, or zeros, which
-    `allowed` has to hide: that spares copies of the keys.
-    """
-
-    allowed: Sequence[Tensor]
-    before: int = 0
-    after: int = 0
-
-    def width(self, num_blocks: int, rows: int) -> int:
-        return (self.before + 1 + self.after) * rows
-
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
-        return product(q_BHGRK, self._windows(k_BHGRK), out)
-
-    def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
-        y_NRK = torch.bmm(w_BHGRJ.flatten(0, 2), self._windows(v_BHGRK).mT)
-        return y_NRK.unflatten(0, v_BHGRK.shape[:3])
-
-    def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        x_NRK, w_NRJ = x_BHGRK.flatten(0, 2), w_BHGRJ.flatten(0, 2)
-        num_blocks, rows, width = x_NRK.shape
-        size = self.before + 1 + self.after
-        sum_PRK = x_NRK.new_zeros(num_blocks + size - 1, rows, width)
-        for i, w_NRR in enumerate(w_NRJ.split(rows, dim=-1)):
-            sum_PRK[i : i + num_blocks].baddbmm_(w_NRR.mT, x_NRK)
-        return sum_PRK[self.before : self.before + num_blocks].view_as(x_BHGRK)
-
-    def _windows(self, x_BHGRK: Tensor) -> Tensor:
-        """[N, K, J], without a copy: windows overlap."""
-        rows = x_BHGRK.shape[3]
-        x_PK = F.pad(x_BHGRK.flatten(0, 3), (0, 0, self.before * rows, self.after * rows))
-        return x_PK.unfold(0, (self.before + 1 + self.after) * rows, rows)
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The same positions for all blocks, counted in the blocks as they lie; J = M."""
-
-    allowed: Sequence[Tensor]
-    index_M: Tensor
-
-    def width(self, num_blocks: int, rows: int) -> int:
-        return len(self.index_M)
-
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
-        k_BHMK = self._select(k_BHGRK)
-        out_BHLM = None if out is None else out.flatten(2, 3)
-        score_BHLM = product(q_BHGRK.flatten(2, 3), k_BHMK.flatten(0, 1).mT, out_BHLM)
-        return score_BHLM.unflatten(2, q_BHGRK.shape[2:4])
-
-    def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
-        return (w_BHGRJ.flatten(2, 3) @ self._select(v_BHGRK)).view_as(v_BHGRK)
-
-    def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        y_BHMK = w_BHGRJ.flatten(2, 3).mT @ x_BHGRK.flatten(2, 3)
-        sum_BHGRK = torch.zeros_like(x_BHGRK)
-        sum_BHGRK.flatten(2, 3).index_add_(2, self.index_M, y_BHMK)
-        return sum_BHGRK
-
-    def _select(self, x_BHGRK: Tensor) -> Tensor:
-        return x_BHGRK.flatten(2, 3).index_select(2, self.index_M)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Other blocks by a table [H, G, r] of their numbers, of each head its own; J = r R."""
-
-    allowed: Sequence[Tensor]
-    table_HGr: Tensor
-
-    def width(self, num_blocks: int, rows: int) -> int:
-        return self.table_HGr.shape[2] * rows
-
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
-        return product(q_BHGRK, self._select(k_BHGRK).mT, out)
-
-    def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
-        return torch.bmm(w_BHGRJ.flatten(0, 2), self._select(v_BHGRK)).view_as(v_BHGRK)
-
-    def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        y_NJK = torch.bmm(w_BHGRJ.flatten(0, 2).mT, x_BHGRK.flatten(0, 2))
-        sum_BHGRK = torch.zeros_like(x_BHGRK)
-        index = self._index(x_BHGRK)
-        sum_BHGRK.flatten(0, 2).flatten(1).index_add_(
-            0, index, y_NJK.reshape(len(index), x_BHGRK.shape[3:].numel())
-        )
-        return sum_BHGRK
-
-    def _index(self, x_BHGRK: Tensor) -> Tensor:
-        """Numbers among all N blocks, [N * r]."""
-        batch_size, num_heads, num_blocks = x_BHGRK.shape[:3]
-        first_BH = torch.arange(batch_size * num_heads, device=x_BHGRK.device) * num_blocks
-        first_BH11 = first_BH.view(batch_size, num_heads, 1, 1)
-        return (first_BH11 + self.table_HGr).flatten()
-
-    def _select(self, x_BHGRK: Tensor) -> Tensor:
-        chosen = x_BHGRK.flatten(0, 2).flatten(1).index_select(0, self._index(x_BHGRK))
-        return chosen.view(x_BHGRK.shape[:3].numel(), -1, x_BHGRK.shape[4])
-
-
-@dataclass(frozen=True)
-class Column:
-    """The same row of every block: row r of a block reads row r of all blocks; J = G."""
-
-    allowed: Sequence[Tensor]
-
-    def width(self, num_blocks: int, rows: int) -> int:
-        return num_blocks
-
-    def scores(self, q_BHGRK: Tensor, k_BHGRK: Tensor, out: Tensor | None = None) -> Tensor:
-        score = (q_BHGRK.transpose(2, 3) @ k_BHGRK.transpose(2, 3).mT).transpose(2, 3)
-        return score if out is None else out.copy_(score)
-
-    def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
-        return (w_BHGRJ.transpose(2, 3) @ v_BHGRK.transpose(2, 3)).transpose(2, 3)
-
-    def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        return (w_BHGRJ.transpose(2, 3).mT @ x_BHGRK.transpose(2, 3)).transpose(2, 3)
+CHUNK_SIZE = 2**19  # scores a thread forms at a time: enough for many operations, few for caches
 
 
 def attend_pieces(
@@ -190,8 +49,9 @@ def attend_pieces(
     if not has_fast_path(q_BHLK):
         plan = _Plan.make(pieces, block_rows, front, dropout, q_BHLK)
         q, k, v = (plan.to_blocks(x) for x in (q_BHLK, k_BHLK, v_BHLK))
-        weight_BHGRJ = F.dropout(plan.weights(q, k).to(v.dtype), dropout)
-        return plan.from_blocks(plan.combine(weight_BHGRJ, v))
+        part = plan.all(*q.shape[:2])
+        weight_BHGRJ = F.dropout(plan.weights(q, k, part).to(v.dtype), dropout)
+        return plan.from_blocks(plan.combine(weight_BHGRJ, v, part))
     dtype = torch.promote_types(q_BHLK.dtype, torch.float32)
     with torch.autocast("cpu", enabled=False):
         q, k, v = (x.to(dtype) for x in (q_BHLK, k_BHLK, v_BHLK))
@@ -199,29 +59,28 @@ def attend_pieces(
         return _Attention.apply(q, k, v, plan).to(q_BHLK.dtype)
 
 
-def key_mask(mask_BL: Tensor, rows: int, *, before: int = 0, after: int = 0) -> Tensor:
-    """Of a `Window`, which keys are True in the mask, [B, 1, G, 1, J]; none beyond the ends."""
-    mask_BP = F.pad(mask_BL, (before * rows, -mask_BL.shape[1] % rows + after * rows))
-    return mask_BP.unfold(1, (before + 1 + after) * rows, rows)[:, None, :, None]
+class _Scratch(threading.local):
+    """Memory that a thread uses again and again: the system takes its time to hand out new."""
 
+    def __init__(self) -> None:
+        self.flat: dict[str, Tensor] = {}
 
-def distance_mask(
-    rows: int, device: torch.device, *, back: int, ahead: int, before: int = 0, after: int = 0
-) -> Tensor:
-    """Of a `Window`, the keys at most `back` positions before a row, `ahead` behind it; [R, J]."""
-    row_R1 = torch.arange(rows, device=device)[:, None]
-    key_J = torch.arange(-before * rows, (1 + after) * rows, device=device)
-    return (key_J >= row_R1 - back) & (key_J <= row_R1 + ahead)
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Contiguous; what is in it is from the last use."""
+        size = math.prod(shape)
+        if name not in self.flat or len(self.flat[name]) < size:
+            self.flat[name] = torch.empty(size, dtype=dtype)
+        return self.flat[name][:size].view(shape)
 
 
 @dataclass(frozen=True)
 class _Plan:
     pieces: Sequence[Piece]
     biases: list[list[Tensor]]  # of each piece, what is added to its scores
-    widths: list[int]
     rows: int
     front: int
     length: int
+    num_blocks: int
     p: float
 
     @classmethod
@@ -229,7 +88,6 @@ class _Plan:
         cls, pieces: Sequence[Piece], rows: int, front: int, p: float, q_BHLK: Tensor
     ) -> _Plan:
         length = q_BHLK.shape[2]
-        num_blocks = -(-(front + length) // rows)
         dtype = torch.promote_types(q_BHLK.dtype, torch.float32)
         # Added, not filled in: a row where all is hidden has equal scores, and is no NaN.
         hide = torch.finfo(dtype).min / 2
@@ -239,8 +97,7 @@ class _Plan:
             return (~allowed).to(dtype) * hide
 
         biases = [[bias(allowed) for allowed in piece.allowed] for piece in pieces]
-        widths = [piece.width(num_blocks, rows) for piece in pieces]
-        return cls(pieces, biases, widths, rows, front, length, p)
+        return cls(pieces, biases, rows, front, length, -(-(front + length) // rows), p)
 
     def to_blocks(self, x_BHLK: Tensor) -> Tensor:
         """[B, H, G, R, K], contiguous."""
@@ -252,112 +109,153 @@ class _Plan:
         """[B, H, L, K]."""
         return x_BHGRK.flatten(2, 3)[:, :, self.front : self.front + self.length]
 
-    def weights(self, q_BHGRK: Tensor, k_BHGRK: Tensor) -> Tensor:
+    def all(self, batch_size: int, num_heads: int) -> Part:
+        """All queries."""
+        return Part(slice(0, batch_size), slice(0, num_heads), slice(0, self.num_blocks))
+
+    def units(self, batch_size: int, num_heads: int) -> list[Part]:
+        """All queries of some examples, or of a head of one: what a thread works on at a time."""
+        whole = self.all(batch_size, num_heads)
+        size = CHUNK_SIZE // (num_heads * self.head_size)
+        if size > 0:
+            starts = range(0, batch_size, size)
+            return [replace(whole, examples=slice(b, min(b + size, batch_size))) for b in starts]
+        return [
+            replace(whole, examples=slice(b, b + 1), heads=slice(h, h + 1))
+            for b in range(batch_size)
+            for h in range(num_heads)
+        ]
+
+    def parts(self, unit: Part) -> list[Part]:
+        """Runs of a unit's blocks whose scores are formed together."""
+        num_parts = -(-self.head_size // CHUNK_SIZE)
+        size = -(-self.num_blocks // num_parts)
+        starts = range(0, self.num_blocks, size)
+        return [replace(unit, blocks=slice(g, min(g + size, self.num_blocks))) for g in starts]
+
+    @property
+    def head_size(self) -> int:
+        """Scores of one head."""
+        return self.num_blocks * self.rows * sum(self.widths(self.all(1, 1)))
+
+    def widths(self, part: Part) -> list[int]:
+        return [piece.width(part, self.rows) for piece in self.pieces]
+
+    def weights(self, q_BHGRK: Tensor, k_BHGRK: Tensor, part: Part) -> Tensor:
         """Softmax weights, in float32 or wider; those of the pieces side by side."""
         q_BHGRK = q_BHGRK * q_BHGRK.shape[-1] ** -0.5
         scores = [
-            sum(biases, piece.scores(q_BHGRK, k_BHGRK))
+            sum(biases, piece.scores(q_BHGRK, k_BHGRK, part))
             for piece, biases in zip(self.pieces, self.biases, strict=True)
         ]
         return torch.cat(scores, dim=-1).softmax(dim=-1)
 
-    def combine(self, w_BHGRJ: Tensor, v_BHGRK: Tensor) -> Tensor:
-        parts = w_BHGRJ.split(self.widths, dim=-1)
-        return sum_of(p.combine(w, v_BHGRK) for p, w in zip(self.pieces, parts, strict=True))
-
-    def spread(self, w_BHGRJ: Tensor, x_BHGRK: Tensor) -> Tensor:
-        parts = w_BHGRJ.split(self.widths, dim=-1)
-        return sum_of(p.spread(w, x_BHGRK) for p, w in zip(self.pieces, parts, strict=True))
-
-    def make_buffers(self, q_BHLK: Tensor, count: int) -> tuple[list[slice], list[Tensor]]:
-        """Examples whose scores are formed together, and memory for as many weights."""
-        batch_size, num_heads = q_BHLK.shape[:2]
-        num_blocks, width = -(-(self.front + self.length) // self.rows), sum(self.widths)
-        size = max(1, CHUNK_SIZE // (num_heads * num_blocks * self.rows * width))
-        chunks = [slice(i, min(i + size, batch_size)) for i in range(0, batch_size, size)]
-        shape = (min(size, batch_size), num_heads, num_blocks, self.rows, width)
-        return chunks, [q_BHLK.new_empty(shape) for _ in range(count)]
-
-    def scores_into(self, score_BHGRJ: Tensor, q_BHGRK: Tensor, k_BHGRK: Tensor) -> None:
-        parts = score_BHGRJ.split(self.widths, dim=-1)
-        for piece, part in zip(self.pieces, parts, strict=True):
-            piece.scores(q_BHGRK, k_BHGRK, out=part)
-
-    def weights_into(
-        self, weight: Tensor, score: Tensor, q_BHGRK: Tensor, k_BHGRK: Tensor, examples: slice
-    ) -> None:
-        """As `weights`; of the examples of a chunk."""
-        self.scores_into(score, q_BHGRK * q_BHGRK.shape[-1] ** -0.5, k_BHGRK)
-        for part, biases in zip(score.split(self.widths, dim=-1), self.biases, strict=True):
+    def weights_in(self, scratch: _Scratch, q_BHgRK: Tensor, k_BHGRK: Tensor, part: Part) -> Tensor:
+        """As `weights`, in memory that the next part uses again."""
+        q_BHgRK = q_BHgRK * q_BHgRK.shape[-1] ** -0.5
+        widths = self.widths(part)
+        shape, dtype = q_BHgRK.shape[:4], q_BHgRK.dtype
+        weight = scratch.take("weight", (*shape, sum(widths)), dtype)
+        for piece, biases, columns in zip(
+            self.pieces, self.biases, weight.split(widths, dim=-1), strict=True
+        ):
+            # PyTorch forms products in a slice many times slower.
+            score = scratch.take("score", columns.shape, dtype)
+            score = piece.scores(q_BHgRK, k_BHGRK, part, score)
             for bias in biases:
-                part.add_(bias[examples] if len(bias) > 1 else bias)
-        torch.softmax(score, dim=-1, out=weight)
+                score = torch.add(score, part.of(bias)[..., : columns.shape[-1]], out=columns)
+        return torch.softmax(weight, dim=-1, out=weight)
 
-    def kept_into(self, kept: Tensor, seed: int) -> None:
-        """1 for a weight that dropout keeps, else 0; the same again by the same seed."""
-        kept.copy_(draw_kept(kept.shape, self.p, torch.Generator().manual_seed(seed)))
+    def gradient_in(
+        self, scratch: _Scratch, dropped: Tensor, dy_BHgRK: Tensor, v_BHGRK: Tensor, part: Part
+    ) -> Tensor:
+        """Of the weights, times `dropped`."""
+        dweight = scratch.take("gradient", dropped.shape, dropped.dtype)
+        widths = self.widths(part)
+        for piece, weight, columns in zip(
+            self.pieces, dropped.split(widths, dim=-1), dweight.split(widths, dim=-1), strict=True
+        ):
+            score = scratch.take("score", columns.shape, dropped.dtype)
+            torch.mul(piece.scores(dy_BHgRK, v_BHGRK, part, score), weight, out=columns)
+        return dweight
+
+    def combine(self, w_BHgRJ: Tensor, v_BHGRK: Tensor, part: Part) -> Tensor:
+        columns = w_BHgRJ.split(self.widths(part), dim=-1)
+        return sum_of(
+            p.combine(w, v_BHGRK, part) for p, w in zip(self.pieces, columns, strict=True)
+        )
+
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, sum_BHGRK: Tensor, part: Part) -> None:
+        columns = w_BHgRJ.split(self.widths(part), dim=-1)
+        for piece, weight in zip(self.pieces, columns, strict=True):
+            piece.spread(weight, x_BHgRK, sum_BHGRK, part)
 
 
 class _Attention(torch.autograd.Function):
-    """Scores are formed chunk by chunk, and again for the gradient with the same dropout."""
+    """Scores are formed part by part, and again for the gradient with the same dropout."""
 
     @staticmethod
     def forward(ctx: Any, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, plan: _Plan) -> Tensor:
-        chunks, buffers = plan.make_buffers(q_BHLK, 2)
-        seeds = torch.randint(2**32, (len(chunks),)).tolist() if plan.p > 0 else [0] * len(chunks)
+        units, scratch = plan.units(*q_BHLK.shape[:2]), _Scratch()
+        seeds = torch.randint(2**32, (len(units),)).tolist() if plan.p > 0 else [0] * len(units)
         y_BHLK = empty_heads_inside(q_BHLK)
-        for chunk, seed in zip(chunks, seeds, strict=True):
-            q, k, v = (plan.to_blocks(x[chunk]) for x in (q_BHLK, k_BHLK, v_BHLK))
-            score, weight = (buffer[: len(q)] for buffer in buffers)
-            plan.weights_into(weight, score, q, k, chunk)
-            if plan.p > 0:
-                plan.kept_into(score, seed)
-                weight.mul_(score)
-            y_BHLK[chunk] = plan.from_blocks(plan.combine(weight, v))
+
+        def attend(i: int) -> None:
+            here = units[i].examples, units[i].heads
+            q, k, v = (plan.to_blocks(x[here]) for x in (q_BHLK, k_BHLK, v_BHLK))
+            y = torch.empty_like(q)
+            generator = torch.Generator().manual_seed(seeds[i])
+            for part in plan.parts(units[i]):
+                weight = plan.weights_in(scratch, q[:, :, part.blocks], k, part)
+                if plan.p > 0:
+                    weight *= draw_kept(weight.shape, plan.p, generator)
+                y[:, :, part.blocks] = plan.combine(weight, v, part)
+            y_BHLK[here] = plan.from_blocks(y)
+
+        side_by_side(attend, len(units))
         if plan.p > 0:
             y_BHLK.mul_(1 / keep_probability(plan.p))
         ctx.save_for_backward(q_BHLK, k_BHLK, v_BHLK, y_BHLK)
-        ctx.plan, ctx.seeds = plan, seeds
+        ctx.plan, ctx.units, ctx.seeds = plan, units, seeds
         return y_BHLK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BHLK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q_BHLK, k_BHLK, v_BHLK, y_BHLK = ctx.saved_tensors
-        plan, scale = ctx.plan, q_BHLK.shape[3] ** -0.5
+        plan, units, seeds, scratch = ctx.plan, ctx.units, ctx.seeds, _Scratch()
+        scale = q_BHLK.shape[3] ** -0.5
+        keep_scale = 1 / keep_probability(plan.p) if plan.p > 0 else 1
         dq_BHLK, dk_BHLK, dv_BHLK = (empty_heads_inside(x) for x in (q_BHLK, k_BHLK, v_BHLK))
-        chunks, buffers = plan.make_buffers(q_BHLK, 3 if plan.p > 0 else 2)
-        for chunk, seed in zip(chunks, ctx.seeds, strict=True):
+
+        def differentiate(i: int) -> None:
+            here = units[i].examples, units[i].heads
             q, k, v, y, dy = (
-                plan.to_blocks(x[chunk]) for x in (q_BHLK, k_BHLK, v_BHLK, y_BHLK, dy_BHLK)
+                plan.to_blocks(x[here]) for x in (q_BHLK, k_BHLK, v_BHLK, y_BHLK, dy_BHLK)
             )
-            score, weight, *rest = (buffer[: len(q)] for buffer in buffers)
-            plan.weights_into(weight, score, q, k, chunk)
             # The softmax takes from each weight's gradient the mean of them under the weights.
-            mean_BHGR1 = (dy * y).sum(dim=-1, keepdim=True)
-            dropped, dweight = weight, score
-            if plan.p > 0:
-                (dropped,) = rest
-                plan.kept_into(dropped, seed)
-                dy = dy * (1 / keep_probability(plan.p))
-            plan.scores_into(dweight, dy, v)
-            if plan.p > 0:
-                dweight.mul_(dropped)
-                dropped.mul_(weight)
-            dv_BHLK[chunk] = plan.from_blocks(plan.spread(dropped, dy))
-            dscore = dweight.sub_(mean_BHGR1).mul_(weight)
-            dq_BHLK[chunk] = plan.from_blocks(plan.combine(dscore, k)).mul_(scale)
-            dk_BHLK[chunk] = plan.from_blocks(plan.spread(dscore, q)).mul_(scale)
+            mean = (dy * y).sum(dim=-1, keepdim=True)
+            dy = dy * keep_scale
+            dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+            generator = torch.Generator().manual_seed(seeds[i])
+            for part in plan.parts(units[i]):
+                q_part, dy_part, mean_part = (x[:, :, part.blocks] for x in (q, dy, mean))
+                weight = dropped = plan.weights_in(scratch, q_part, k, part)
+                if plan.p > 0:
+                    kept = draw_kept(weight.shape, plan.p, generator)
+                    dropped = scratch.take("dropped", weight.shape, weight.dtype)
+                    torch.mul(weight, kept, out=dropped)
+                plan.spread(dropped, dy_part, dv, part)
+                dscore = plan.gradient_in(scratch, dropped, dy_part, v, part)
+                dscore.addcmul_(weight, mean_part, value=-1)
+                dq[:, :, part.blocks] = plan.combine(dscore, k, part)
+                plan.spread(dscore, q_part, dk, part)
+            dq_BHLK[here] = plan.from_blocks(dq.mul_(scale))
+            dk_BHLK[here] = plan.from_blocks(dk.mul_(scale))
+            dv_BHLK[here] = plan.from_blocks(dv)
+
+        side_by_side(differentiate, len(units))
         return dq_BHLK, dk_BHLK, dv_BHLK, None
-
-
-def product(q_BHGRK: Tensor, k_NKJ: Tensor, out: Tensor | None) -> Tensor:
-    """Of each block of queries with its own keys; batch dimensions as the queries'."""
-    last = q_BHGRK.dim() - 3
-    if out is None:
-        return torch.bmm(q_BHGRK.flatten(0, last), k_NKJ).unflatten(0, q_BHGRK.shape[: last + 1])
-    torch.bmm(q_BHGRK.flatten(0, last), k_NKJ, out=out.flatten(0, last))
-    return out
 
 
 def sum_of(parts: Iterable[Tensor]) -> Tensor:

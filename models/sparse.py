@@ -16,7 +16,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.layers import StackedLinear, attend, check_causal
-from models.patterns import Chosen, Column, Piece, Window, attend_pieces, distance_mask, key_mask
+from models.patterns import attend_pieces
+from models.pieces import Chosen, Column, Piece, Window, distance_mask, key_mask
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -107,7 +108,7 @@ class SparseAttention(nn.Module):
                 query_mask_BL=mask_BL[:, :1],
                 dropout=rate,
             )
-            y_BHLK = torch.cat([first_BH1K, y_BHLK[:, :, 1:]], dim=2)
+            y_BHLK = y_BHLK.index_copy(2, torch.tensor([0], device=x_BLD.device), first_BH1K)
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
 
     def pieces(self, mask_BL: Tensor, front: int) -> list[Piece]:
@@ -131,7 +132,8 @@ class SparseAttention(nn.Module):
             index_M = (block_G[first:-1, None] * rows + summary_S).flatten()
             is_past_GM = index_M // rows < block_G[:, None]
             allowed = [mask_BP[:, None, None, None, index_M], is_past_GM[:, None]]
-            pieces.append(Chosen(allowed, index_M))
+            ends = [max(0, g - first) * len(summary_S) for g in range(num_blocks)]
+            pieces.append(Chosen(allowed, index_M, ends))
         else:
             near = distance_mask(rows, device, back=rows - 1, ahead=0, before=1)
             pieces.append(Window([near, key_mask(mask_BP, rows, before=1)], before=1))
