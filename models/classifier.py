@@ -101,7 +101,7 @@ class Classifier(nn.Module):
                 "u, v, u*v, u-v need two sequences; use 'concat'"
             )
         self.shape = shape
-        self.num_sequences = num_sequences
+        self.num_classes, self.num_sequences = num_classes, num_sequences
         self.encoder = encoder
         self.attention_pool = (
             AttentionPooling(shape.d_model) if shape.pooling == "attention" else None

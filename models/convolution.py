@@ -1,4 +1,4 @@
-"""Convolution with kernels as long as the sequence, and such kernels as sums of powers.
+"""Convolution with kernels as long as the sequence, such kernels as sums of powers; short ones too.
 
 Shapes: B batch, L length, D features, K taps of a kernel, C kernels, N powers in each; a power t is
 split as t = S r + s with R rows r and S columns s. Of a convolution: R some rows of a batch, N all
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from models.dropout import side_by_side
 
 MIN_COLUMNS = 16  # features of a block, so that positions are read in pieces of a cache line
+SHORT_BLOCK = 64  # outputs of a short convolution that are one product
 BLOCK_SIZE = 2**19  # numbers transformed at a time: many for a call, few enough for caches
 
 
@@ -223,3 +225,22 @@ def each_row_block(work: Callable[[slice, int], None], x_BLD: Tensor, size: int)
             work(slice(start, start + num_rows), worker)
 
     side_by_side(call, num_workers)
+
+
+def short_convolution(v_BHLK: Tensor, filter_HW: Tensor) -> Tensor:
+    """Cross-correlate over positions, one filter of odd width W per head, zeros beyond both ends.
+
+    As products of windows with a banded matrix: several times faster than PyTorch's depth-wise
+    convolution on a CPU, forward and backward.
+    """
+    num_heads, width = filter_HW.shape
+    length, block = v_BHLK.shape[2], SHORT_BLOCK
+    span = block + width - 1  # inputs that one block of outputs sees
+    padded = F.pad(v_BHLK, (0, 0, width // 2, width // 2 + -length % block))
+    windows = padded.unfold(2, span, block)  # [B, H, blocks, K, span]
+    # Row r of the band is the filter after r zeros. Rows are one shorter than filter + zeros, so
+    # writing those over and over shifts each row by one.
+    band = F.pad(filter_HW, (0, block)).repeat(1, block)[:, : block * span]
+    band = band.view(num_heads, block, span)
+    y = torch.einsum("bhnks,hrs->bhnrk", windows, band)
+    return y.flatten(2, 3)[:, :, :length]

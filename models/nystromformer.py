@@ -16,10 +16,10 @@ import math
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from models.convolution import short_convolution
 from models.layers import StackedLinear, attend
 from models.positions import Rotary
 from models.shape import Shape
@@ -128,7 +128,7 @@ class NystromAttention(nn.Module):
             else:
                 y_BHLK = self._through_landmarks(qkv_BLTHK, q_BHLK, k_BHLK, v_BHLK, mask_BL)
             if self.conv_HW is not None:
-                y_BHLK = y_BHLK + convolve(v_BHLK, self.conv_HW.to(v_BHLK.dtype))
+                y_BHLK = y_BHLK + short_convolution(v_BHLK, self.conv_HW.to(v_BHLK.dtype))
         return y_BHLK.to(dtype)
 
     def _through_landmarks(
@@ -222,22 +222,3 @@ def inverse_times(a_BHMM: Tensor, w_BHMK: Tensor, *, num_iterations: int, init: 
             t = torch.baddbmm(w, y, t, beta=coefficient, alpha=-1)
         w = t / 4
     return (z @ w).unflatten(0, a_BHMM.shape[:2])
-
-
-def convolve(v_BHLK: Tensor, filter_HW: Tensor) -> Tensor:
-    """Cross-correlate over positions, one filter per head, zeros beyond both ends.
-
-    As products of windows with a banded matrix: several times faster than PyTorch's depth-wise
-    convolution on a CPU, forward and backward.
-    """
-    num_heads, width = filter_HW.shape
-    length, block = v_BHLK.shape[2], 64
-    span = block + width - 1  # inputs that one block of outputs sees
-    padded = F.pad(v_BHLK, (0, 0, width // 2, width // 2 + -length % block))
-    windows = padded.unfold(2, span, block)  # [B, H, blocks, K, span]
-    # Row r of the band is the filter after r zeros. Rows are one shorter than filter + zeros, so
-    # writing those over and over shifts each row by one.
-    band = F.pad(filter_HW, (0, block)).repeat(1, block)[:, : block * span]
-    band = band.view(num_heads, block, span)
-    y = torch.einsum("bhnks,hrs->bhnrk", windows, band)
-    return y.flatten(2, 3)[:, :, :length]

@@ -6,6 +6,7 @@ Shapes: B batch, L length, D d_model, H heads, K head dim.
 
 from __future__ import annotations
 
+import torch
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -36,6 +37,15 @@ class SoftmaxAttention(nn.Module):
         self.qkv = StackedLinear(shape.d_model, width, parts=3, bias=shape.attention_bias)
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
         self.rotary = Rotary(shape)
+
+    def weights(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        """How much each position reads of each, without dropout; [B, H, L, L], memory to match."""
+        q_BHLK, k_BHLK, _ = self._project(x_BLD)
+        score_BHLL = q_BHLK @ k_BHLK.mT * q_BHLK.shape[-1] ** -0.5
+        if self.causal:
+            later_LL = torch.ones_like(score_BHLL[0, 0], dtype=torch.bool).triu(1)
+            score_BHLL = score_BHLL.masked_fill(later_LL, -torch.inf)
+        return score_BHLL.masked_fill(~mask_BL[:, None, None], -torch.inf).softmax(dim=-1)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""

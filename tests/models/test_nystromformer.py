@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.classifier import Classifier
+from models.convolution import short_convolution
 from models.encoder import make_encoder
-from models.nystromformer import NystromAttention, convolve, inverse_times, segments
+from models.nystromformer import NystromAttention, inverse_times, segments
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
 from tests.references.nystromformer import nystrom_attention
@@ -247,7 +248,7 @@ def test_convolution_equals_pytorchs(length: int, width: int) -> None:
     v_BHLK = torch.randn(2, 3, length, 4, dtype=torch.float64)
     filter_HW = torch.randn(3, width, dtype=torch.float64)
     expected = F.conv2d(v_BHLK, filter_HW[:, None, :, None], padding=(width // 2, 0), groups=3)
-    torch.testing.assert_close(convolve(v_BHLK, filter_HW), expected)
+    torch.testing.assert_close(short_convolution(v_BHLK, filter_HW), expected)
 
 
 def test_inverse_converges_to_the_inverse() -> None:

@@ -1,0 +1,185 @@
+"""Probes on models of which it is known how far they look, and what they refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lra import probes
+from lra.probes import Rows
+from lra.results import probes as stored
+from lra.results.floors import Data, Floor, Floors, Score
+from lra.results.records import pack_correct
+from models.classifier import Classifier
+from models.conv import ConvMixer
+from models.encoder import Encoder, make_encoder
+from models.none import NoMixing
+from models.shape import Shape
+from models.softmax import SoftmaxAttention
+
+NUM_VALUES, LENGTH = 4, 64
+SMALL = Shape(
+    vocab_size=NUM_VALUES + 1, max_length=LENGTH, d_model=16, d_ff=24, num_layers=2, dropout=0.0,
+    attention_dropout=0.0, head_hidden=(12,),
+)  # fmt: skip
+
+
+class Reader(nn.Module):
+    """Knows the value of one token, and answers class 0 where there is none."""
+
+    num_classes = NUM_VALUES
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place = place
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        if self.place >= tokens_BSL.shape[2]:
+            return torch.eye(NUM_VALUES)[[0] * len(tokens_BSL)]
+        value_B = (tokens_BSL[:, 0, self.place] - 1).clamp(min=0)
+        return torch.eye(NUM_VALUES)[value_B]
+
+
+def rows(place: int = 0, *, count: int = 200, batch_size: int = 16) -> Rows:
+    """Random examples of 33 to 64 values, whose class is the value at one place."""
+    rng = np.random.default_rng(0)
+    examples = [
+        (rng.integers(NUM_VALUES, size=rng.integers(LENGTH // 2 + 1, LENGTH + 1)).astype(np.uint8),)
+        for _ in range(count)
+    ]
+    labels_N = np.array([example[0][place] for example in examples])
+    return Rows(examples, labels_N, LENGTH, batch_size, torch.device("cpu"), seed=3)
+
+
+def classifier(mixer: Any, **knobs: Any) -> Classifier:
+    shape = replace(SMALL, **{k: v for k, v in knobs.items() if hasattr(SMALL, k)})
+    own = {k: v for k, v in knobs.items() if not hasattr(SMALL, k)}
+    torch.manual_seed(0)
+    return Classifier(make_encoder(mixer, shape, **own), shape, NUM_VALUES).double().eval()
+
+
+def test_windows_find_where_the_evidence_lies() -> None:
+    by = {(w.size, w.place): w for w in probes.windows(Reader(0), rows(0))}  # type: ignore[arg-type]
+    assert {size for size, _ in by} == {16, 32, 64}
+    assert all(by[size, "first"].accuracy == 1 for size in (16, 32, 64))
+    assert by[16, "best"].accuracy == 1 and by[16, "last"].accuracy < 0.4
+    assert by[16, "first"].error == 0 and 0.02 < by[16, "last"].error < 0.04
+    # Evidence at place 20 is in no window of 16 tokens from the first, and in the one of 32.
+    by = {(w.size, w.place): w for w in probes.windows(Reader(20), rows(20))}  # type: ignore[arg-type]
+    assert by[16, "first"].accuracy < 0.4 and by[32, "first"].accuracy == 1
+
+
+def test_shuffles_hurt_a_reader_of_one_place() -> None:
+    found = {(s.block, s.kind): s.accuracy for s in probes.shuffles(Reader(20), rows(20))}  # type: ignore[arg-type]
+    assert {block for block, _ in found} == {1, 2, 4, 8, 16, 32}
+    assert all(accuracy < 0.75 for accuracy in found.values())
+
+
+def test_a_bag_is_no_worse_for_any_shuffle() -> None:
+    model, given = classifier(NoMixing, positions="none"), rows()
+    given = replace(given, labels_N=probes.logits(model, given.examples, given).argmax(axis=1))
+    assert all(s.accuracy == 1 for s in probes.shuffles(model, given))
+
+
+@pytest.mark.parametrize("block", [1, 3, 64, 100])
+@pytest.mark.parametrize("kind", ["blocks", "within"])
+def test_shuffled_keeps_tokens_and_blocks(kind: str, block: int) -> None:
+    sequence = np.arange(50)
+    moved = probes.shuffled(sequence, block, kind, np.random.default_rng(0))
+    assert sorted(moved) == list(sequence)
+    if kind == "within":
+        whole = 50 // block * block
+        assert (moved[:whole] // block == sequence[:whole] // block).all()
+    elif block == 3:
+        starts = [i for i in range(49) if moved[i] % 3 == 0 and moved[i] < 48]
+        assert all((moved[i : i + 3] == moved[i] + np.arange(3)).all() for i in starts)
+
+
+def test_influence_ends_where_a_convolution_does() -> None:
+    model = classifier(ConvMixer, kernel_size=5, positions="none")  # two layers: 4 positions
+    assert probes.reach_of(model) == 4
+    found = probes.influence(
+        model, classifier(ConvMixer, kernel_size=5), rows(), num_values=NUM_VALUES, num_replaced=50
+    )
+    by = {i.distance: i for i in found}
+    assert sorted(by) == [0, 1, 2, 4, 8, 16, 32]
+    for distance, change in by.items():
+        assert change.positions is not None and change.untrained is not None
+        assert (change.positions > 0) == (change.untrained > 0) == (distance <= 4)
+        assert change.logits is not None and change.logits > 0  # the mean reads every place
+
+
+def test_a_replaced_token_is_another_value() -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        example = (np.zeros(5, np.uint8),)
+        changed = probes.replace_token(example, 2, NUM_VALUES, rng)
+        assert 0 < changed[0][2] < NUM_VALUES and changed[0].sum() == changed[0][2]
+    assert example[0].sum() == 0
+
+
+def test_no_probe_depends_on_batches() -> None:
+    model = classifier(SoftmaxAttention)
+    results = [
+        [
+            *probes.windows(model, given), *probes.shuffles(model, given),
+            *probes.influence(model, model, given, num_values=NUM_VALUES, num_replaced=10),
+        ]
+        for given in (rows(count=12, batch_size=5), rows(count=12, batch_size=12))
+    ]  # fmt: skip
+    for one, other in zip(*results, strict=True):
+        for key, value in vars(one).items():
+            same = vars(other)[key]
+            assert value == (same if isinstance(same, str) else pytest.approx(same, rel=1e-6)), key
+
+
+def test_attention_has_the_distances_of_its_weights() -> None:
+    model, given = classifier(SoftmaxAttention, num_layers=1, positions="none"), rows(count=5)
+    with torch.no_grad():
+        model.encoder.blocks[0].mixer.qkv.weight.zero_()  # type: ignore[union-attr]
+    found = probes.attention(model, given, num_examples=5)
+    assert [(a.layer, a.head) for a in found] == [(1, 1), (1, 2)]
+    expected = np.mean([(n * n - 1) / (3 * n) for n in (len(e[0]) for e in given.examples)])
+    assert all(a.distance == pytest.approx(expected) == a.uniform for a in found)
+    assert probes.attention(classifier(NoMixing), given, num_examples=5) == []
+
+
+def test_sign_test_against_the_binomial_distribution() -> None:
+    assert probes.sign_test(0, 0) == (0.0, 1.0)
+    assert probes.sign_test(8, 2)[1] == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert probes.sign_test(2, 8) == (-probes.sign_test(8, 2)[0], probes.sign_test(8, 2)[1])
+    assert probes.sign_test(5, 5)[1] == 1.0
+
+
+def test_beside_a_rule_by_class() -> None:
+    labels_N = np.array([0, 0, 1, 1])
+    rule_N, run_N = np.array([True, True, False, False]), np.array([True, False, True, False])
+    score = Score(0.5, 4, pack_correct(rule_N))
+    floors = Floors("toy", Data("", "", {"val": 4, "test": 4}), [Floor("rule", "a", score, score)])
+    whole, first, second = probes.beside_floors(run_N, labels_N, floors, 4)
+    assert (whole.label, whole.agreement, whole.only_run, whole.only_floor) == (None, 0.5, 1, 1)
+    assert (first.label, first.only_run, first.only_floor, first.num_examples) == (0, 0, 1, 2)
+    assert (second.label, second.only_run, second.only_floor) == (1, 1, 0)
+
+
+def test_probes_are_read_as_they_were_written(tmp_path: Path) -> None:
+    whole = stored.Probes(
+        "run", "toy", "conv", "abc", 10, 0, 4, 2, 0.5, 0.1, 1.0, [], [], [], [], []
+    )
+    path = stored.save(whole, tmp_path)
+    assert stored.load(path) == whole and stored.load_all(tmp_path) == ([whole], [])
+    path.write_text(path.read_text().replace('"reach": 4', '"reach": "far"'))
+    with pytest.raises(ValueError, match=r"run.json: reach='far'"):
+        stored.load(path)
+
+
+def test_reach_is_of_the_whole_encoder_or_unknown() -> None:
+    assert probes.reach_of(classifier(NoMixing)) == 0
+    assert probes.reach_of(classifier(SoftmaxAttention)) is None
+    assert isinstance(classifier(NoMixing).encoder, Encoder)
