@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -206,6 +207,35 @@ def test_the_first_phase_learns(tmp_path: Path) -> None:
         record = run(tmp_path / name, task=task, **(changes | {"pretrain": longer}))
         assert record.pretraining is not None
         assert record.pretraining["val"]["accuracy"] > 0.9, record.pretraining["curve"]
+
+
+class Mirror(Toy):
+    """Random digits; those of the second half are the first's, or others."""
+
+    def examples(self, split: str) -> Iterator[Example]:
+        rng = np.random.default_rng([len(split), 11])
+        for i in range(self.sizes[split]):
+            first, other = rng.integers(0, 10, (2, self.max_length // 2), np.uint8)
+            yield Example((np.concatenate([first, first if i % 2 else other]),), i % 2)
+
+
+@pytest.mark.slow
+def test_what_labels_alone_do_not_teach_is_learned_from_hidden_tokens(tmp_path: Path) -> None:
+    """To look 64 places back is easy to find for who has to tell a token, and hard for who has 200
+    labels: without the first phase, and as many steps in all, the class stays a guess."""
+    sizes = {"train": 200, "val": 400, "test": 1000}
+    changes: dict[str, Any] = {
+        "task": {"_target_": f"{__name__}.Mirror", "max_length": 128, "sizes": sizes},
+        "shape": {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "head_hidden": [32],
+                  "dropout": 0.0, "attention_dropout": 0.0},
+    }  # fmt: skip
+    train = {"batch_size": 32, "lr": 0.001, "warmup_steps": 50, "eval_every": 50,
+             "schedule": "constant"}  # fmt: skip
+    own = {"num_steps": 600, "batch_size": 32, "lr": 0.002, "warmup_steps": 50, "eval_every": 200}
+    told = run(tmp_path, **changes, train=train | {"num_steps": 100}, pretrain=own)
+    scratch = test_job.run(tmp_path, **changes, train=train | {"num_steps": 700})
+    assert told.result and scratch.result
+    assert told.result.test.accuracy > 0.95 and scratch.result.test.accuracy < 0.6
 
 
 # --- stops ---
@@ -459,6 +489,25 @@ def test_two_processes_pretrain_as_one(tmp_path: Path, objective: str) -> None:
     assert one.pretraining["val"] == pytest.approx(two.pretraining["val"], rel=1e-5)
     assert one.pretraining["identity"] == two.pretraining["identity"]
     assert one.result.test.loss == pytest.approx(two.result.test.loss, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_wait_together_for_another_run(tmp_path: Path) -> None:
+    assert call(tmp_path, *TINIER, "train.time_limit=1e-9")[0] == 75  # so that the folder is there
+    lock = only(tmp_path, "pretraining-*/run.lock")
+    log = only(tmp_path, "listops-*/run.log")
+    for extra, wanted in (("train.time_limit=1", 75), ("train.time_limit=null", 0)):
+        before = log.read_text().count("waiting for another run")
+        with held(lock) as release:
+            program = start(tmp_path, *TINIER, "hardware.num_devices=2", extra)
+            while log.read_text().count("waiting for another run") == before:
+                time.sleep(0.05)
+                assert program.poll() is None
+            if wanted == 0:
+                time.sleep(1)  # some turns of both
+                release()
+            out, err = program.communicate(timeout=120)
+        assert program.returncode == wanted, out + err
 
 
 # --- folders that are not as they were ---
