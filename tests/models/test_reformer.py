@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import reformer
+from models import ring_attention
 from models.encoder import make_encoder
-from models.reformer import ReformerAttention, default_buckets, make_rings
+from models.reformer import ReformerAttention, default_buckets
+from models.rings import Window, hash_tokens, make_rings
 from models.shape import Shape
 from tests.references.reformer import reformer_attention
 
@@ -67,7 +68,7 @@ def path(request: pytest.FixtureRequest) -> Any:
     if request.param == "example by example":
         yield
     else:
-        with mock.patch.object(reformer, "has_fast_path", lambda x: False):
+        with mock.patch.object(ring_attention, "has_fast_path", lambda x: False):
             yield
 
 
@@ -156,7 +157,9 @@ def test_buckets_are_the_largest_of_projections_and_their_negatives() -> None:
     q_LK[:, :3] = torch.tensor(
         [[3, 1, 1], [1, 3, 1], [-3, 1, 1], [1, -3, 1], [-3, 1, -1], [0, 0, 0]]
     )
-    bucket_BHRL = model.hash(q_LK[None, :, None].expand(1, 6, 2, 6))
+    bucket_BHRL = hash_tokens(
+        q_LK.expand(1, 2, 6, 6), model.rotations_HKM, num_hashes=1, factors=[4, 2]
+    )
     assert bucket_BHRL.shape == (1, 2, 1, 6)
     assert bucket_BHRL[0, 0, 0].tolist() == [0, 1, 2, 3, 6, 0]
 
@@ -164,16 +167,21 @@ def test_buckets_are_the_largest_of_projections_and_their_negatives() -> None:
 def test_tokens_of_a_bucket_stay_in_order_and_padding_comes_last() -> None:
     bucket_BHRL = torch.tensor([1, 0, 1, 0, 3, 0, 1]).expand(2, 1, 1, 7)
     mask_BL = torch.tensor([[True] * 7, [True, True, False, True, True, False, False]])
-    rings = make_rings(
-        bucket_BHRL, mask_BL, chunk_length=2, num_before=1, num_after=0, padded=False
-    )  # fmt: skip
-    assert rings.chunks_B.tolist() == [4, 2] and rings.num_chunks == 4
-    token_BE = rings.token_BHE[:, 0].masked_fill(~rings.is_real_BE, -1)
-    # The chunk before the first is the last one.
+    rings = make_rings(bucket_BHRL, mask_BL, Window(2, before=1, after=0))
+    token_BE = rings.token_F.masked_fill(~rings.is_real_F, -1).view(2, 10)
+    # The chunk before the first is the last one. Tokens of the second row are 7 to 13.
     assert token_BE[0].tolist() == [4, -1, 1, 3, 5, 0, 2, 6, 4, -1]
-    assert token_BE[1].tolist() == [0, 4, 1, 3, 0, 4, 1, 3, 0, 4]
-    assert rings.slot_BHRL[0, 0, 0].tolist() == [3, 0, 4, 1, 6, 2, 5]
-    assert rings.slot_BHRL[1, 0, 0][mask_BL[1]].tolist() == [2, 0, 1, 3]
+    assert token_BE[1].tolist() == [7, 11, 8, 10, 7, 11, 8, 10, 7, 11]
+    # Windows of the first ring, one across both, those of the second.
+    assert rings.is_plain_X.int().tolist() == [0, 1, 1, 0, 0, 0, 1, 0, 1]
+    query_BL = rings.query_TR.view(2, 7)
+    assert query_BL[0].tolist() == [3, 0, 4, 1, 6, 2, 5]
+    assert (query_BL[1][mask_BL[1]] - 10).tolist() == [2, 0, 1, 3]
+    # A chunk is what the next one reads first.
+    key_CBL = rings.key_TP.T.reshape(2, 2, 7)
+    assert key_CBL[1, 0].tolist() == [7, 2, 10, 3, 14, 6, 11]
+    assert key_CBL[0, 0].tolist() == [9, 4, 12, 5, 0, 8, 13]
+    assert (key_CBL[:, 1][:, mask_BL[1]] - 20).tolist() == [[0, 4, 5, 1], [6, 2, 3, 7]]
 
 
 def test_alike_tokens_read_each_other_wherever_they_stand() -> None:
@@ -284,7 +292,7 @@ def test_both_paths_agree() -> None:
     results = []
     for fast in (True, False):
         model = mixer()
-        with mock.patch.object(reformer, "has_fast_path", lambda x, fast=fast: fast):
+        with mock.patch.object(ring_attention, "has_fast_path", lambda x, fast=fast: fast):
             y_BLD = model(x_BLD, mask_BL)
             results.append([y_BLD, *all_gradients(model, y_BLD, x_BLD, torch.ones(()))])
     for ours, other in zip(*results, strict=True):
@@ -297,7 +305,7 @@ def test_a_single_padded_row_of_one_head_goes_both_paths() -> None:
     x_BLD, mask_BL = batch(13, length=40)
     expected_BLD = reformer_attention(model, x_BLD, mask_BL)
     for fast in (True, False):
-        with mock.patch.object(reformer, "has_fast_path", lambda x, fast=fast: fast):
+        with mock.patch.object(ring_attention, "has_fast_path", lambda x, fast=fast: fast):
             torch.testing.assert_close(model(x_BLD, mask_BL)[mask_BL], expected_BLD[mask_BL])
 
 
