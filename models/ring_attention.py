@@ -129,7 +129,7 @@ class RingAttention:
     def lay_out(
         self, q_BHLK: Tensor, v_BHLK: Tensor, rings: Rings, take: Take
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Base-2 queries of each window's own chunk [X, I, K], its keys and its values [X, K, W]."""
+        """Base-2 queries of each window's own chunk [X, I, K], its keys and values [X, K, W]."""
         batch_size, num_heads, length, width = q_BHLK.shape
         rows_BHLK = take("tokens", batch_size, num_heads, length, 3 * width)
         torch.cat([q_BHLK * LOG2_E, self.keys(q_BHLK)[0], v_BHLK], dim=3, out=rows_BHLK)

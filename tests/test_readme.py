@@ -84,6 +84,7 @@ RULES = [
     Rule(r"scripts/records.py merge", r"^0 records added, \d+ were here already$", is_fast=True),
     Rule(r"scripts/make_tables.py", r"\d+ records"),
     Rule(r"scripts/use_model.py outputs/RUN_ID", r"^\d( \(it is \d\))?  <-  \[M"),
+    Rule(r"scripts/probe.py outputs/RUN_ID", r"^written to .*probes/.*\.json$"),
     Rule(r"scripts/generate.py outputs/RUN_ID", r"^\[MAX 4( \S+)+$(.*\n)*2 tokens read and 62 ",
          of_run="model.causal=true pretrain=next"),
     Rule(r"scripts/prepare_data.py task=listops", r"^listops: .*\[generated\](.*\n)*train 1 label",
