@@ -60,7 +60,7 @@ class RingAttention:
         self, q_BHLK: Tensor, v_BHLK: Tensor, rings: Rings, take: Take
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Results [T, K], and of each token the largest logit and its softmax's divisor, [T, 1]."""
-        q_XIK, k_XKW, v_XKW = self.lay_out(q_BHLK, v_BHLK, rings, take)
+        q_XIK, k_XKW, v_XKW = lay_out(q_BHLK, self.keys(q_BHLK)[0], v_BHLK, rings, take)
         y_XIK = take("y", *q_XIK.shape)
         largest_XI1, sum_XI1 = q_XIK.new_empty(2, *q_XIK.shape[:2], 1)
         edges = self.edges(rings)
@@ -91,7 +91,8 @@ class RingAttention:
         take: Take,
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the results for queries, which are keys too, and values; [B, H, L, K]."""
-        q_XIK, k_XKW, v_XKW = self.lay_out(q_BHLK, v_BHLK, rings, take)
+        k_BHLK, factor_BHL1 = self.keys(q_BHLK)
+        q_XIK, k_XKW, v_XKW = lay_out(q_BHLK, k_BHLK, v_BHLK, rings, take)
         # The softmax takes from each weight's gradient the mean of them under the weights.
         dy_BHLK = dy_BHLK / sum_T1.view(*q_BHLK.shape[:3], 1)
         mean_BHL1 = (dy_BHLK * y_BHLK).sum(dim=3, keepdim=True)
@@ -120,24 +121,10 @@ class RingAttention:
         dq_BHLK = add_up(dq_XIK, rings.query_TR).view_as(q_BHLK)
         dk_BHLK, dv_BHLK = (add_up(x, rings.key_TP).view(q_BHLK.shape) for x in (dk_XWK, dv_XWK))
         dk_BHLK.mul_(1 / LOG2_E)
-        k_BHLK, factor_BHL1 = self.keys(q_BHLK)
         if not self.is_arena:  # the scaling to length one takes out what is along the key
             dk_BHLK -= (k_BHLK * dk_BHLK).sum(dim=3, keepdim=True) * k_BHLK
         mask_BHL1 = rings.mask_T1.view(factor_BHL1.shape)
         return (dq_BHLK + factor_BHL1 * dk_BHLK) * mask_BHL1, dv_BHLK * mask_BHL1
-
-    def lay_out(
-        self, q_BHLK: Tensor, v_BHLK: Tensor, rings: Rings, take: Take
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Base-2 queries of each window's own chunk [X, I, K], its keys and values [X, K, W]."""
-        batch_size, num_heads, length, width = q_BHLK.shape
-        rows_BHLK = take("tokens", batch_size, num_heads, length, 3 * width)
-        torch.cat([q_BHLK * LOG2_E, self.keys(q_BHLK)[0], v_BHLK], dim=3, out=rows_BHLK)
-        rows_FK = take("slots", len(rings.token_F), 3 * width)
-        torch.index_select(rows_BHLK.flatten(0, 2), 0, rings.token_F, out=rows_FK)
-        q_FK, k_FK, v_FK = rows_FK.chunk(3, dim=1)
-        window = rings.window
-        return window.own_slots(q_FK), window.slots(k_FK), window.slots(v_FK)
 
     def keys(self, q_BHLK: Tensor) -> tuple[Tensor, Tensor]:
         """Keys, and what queries were multiplied with [B, H, L, 1]."""
@@ -188,6 +175,19 @@ class RingAttention:
         return hidden, key_X1W == query_XI1
 
 
+def lay_out(
+    q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, rings: Rings, take: Take
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Base-2 queries of each window's own chunk [X, I, K], its keys and its values [X, K, W]."""
+    rows_BHLK = take("tokens", *q_BHLK.shape[:3], 3 * q_BHLK.shape[3])
+    torch.cat([q_BHLK * LOG2_E, k_BHLK, v_BHLK], dim=3, out=rows_BHLK)
+    rows_FK = take("slots", len(rings.token_F), rows_BHLK.shape[3])
+    torch.index_select(rows_BHLK.flatten(0, 2), 0, rings.token_F, out=rows_FK)
+    q_FK, k_FK, v_FK = rows_FK.chunk(3, dim=1)
+    window = rings.window
+    return window.own_slots(q_FK), window.slots(k_FK), window.slots(v_FK)
+
+
 def pieces(*tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Windows worked on together: the number of the first, and what the tensors say of them.
 
@@ -235,7 +235,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qv_BLSHK: Tensor, mask_BL: Tensor, attention: RingAttention) -> Tensor:
         batch_size, length, _, num_heads, width = qv_BLSHK.shape
-        y_BLHK = qv_BLSHK.new_zeros(batch_size, length, num_heads, width)
+        y_BLHK = qv_BLSHK.new_empty(batch_size, length, num_heads, width)
         parts = [(slice(None), slice(None))]
         if has_fast_path(qv_BLSHK):
             ends = [length] * batch_size
@@ -250,6 +250,7 @@ class _Attention(torch.autograd.Function):
             rings[i] = attention.arrange(q_BHLK, mask_BL[parts[i]])
             y_TK, *statistics[i] = attention.read(q_BHLK, v_BHLK, rings[i], take)
             y_BLHK[parts[i]] = y_TK.view(q_BHLK.shape).transpose(1, 2)
+            y_BLHK[parts[i][0], q_BHLK.shape[2] :] = 0
 
         run(work, len(parts), qv_BLSHK)
         ctx.save_for_backward(qv_BLSHK, y_BLHK, *itertools.chain(*statistics))
@@ -260,7 +261,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_BLHK: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         qv_BLSHK, y_BLHK, *statistics = ctx.saved_tensors
-        dqv_BLSHK = torch.zeros_like(qv_BLSHK, memory_format=torch.contiguous_format)
+        dqv_BLSHK = torch.empty_like(qv_BLSHK, memory_format=torch.contiguous_format)
 
         def work(i: int, take: Take) -> None:
             q_BHLK, v_BHLK = qv_BLSHK[ctx.parts[i]].permute(2, 0, 3, 1, 4)
@@ -271,6 +272,7 @@ class _Attention(torch.autograd.Function):
             part_BLSHK = dqv_BLSHK[ctx.parts[i]]
             part_BLSHK[:, :, 0] = dq_BHLK.transpose(1, 2)
             part_BLSHK[:, :, 1] = dv_BHLK.transpose(1, 2)
+            dqv_BLSHK[ctx.parts[i][0], q_BHLK.shape[2] :] = 0
 
         run(work, len(ctx.parts), qv_BLSHK)
         return dqv_BLSHK, None, None

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-from models.dropout import Dropout, has_fast_path
+from models.dropout import Dropout, draw_kept, has_fast_path, keep_probability, side_by_side
 from models.layers import StackedLinear
 from models.positions import Rotary
 from models.shape import Shape
 
 Variant = Literal["sorted", "arena"]
 HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0
-BLOCK_SIZE = 2**21  # logits formed at a time on a CPU
 SMALLEST_SHARE = 1e-30  # of a slot that is there; far smaller ones float32 cannot divide by
 
 
@@ -114,31 +112,25 @@ class SinkhornAttention(nn.Module):
             qkv = rearrange(qkv_BLE, "b (s n) (t h k) -> t b h n s k", t=3, **sizes)
             y_BLE = rearrange(self.attend_as_arena(qkv, mask_BNS), "b h n s k -> b (s n) (h k)")
         else:
-            qkv_BLE = qkv_BLE * mask_BL[..., None].to(qkv_BLE.dtype)
             qkv = rearrange(qkv_BLE, "b (n s) (t h k) -> t b h n s k", t=3, **sizes)
-            y_BLE = rearrange(self.attend_in_parts(qkv, mask_BNS), "b h n s k -> b (n s) (h k)")
+            y_BLE = rearrange(self.attend(qkv, mask_BNS), "b h n s k -> b (n s) (h k)")
         return self.out(y_BLE[:, :length])
 
-    def attend_in_parts(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
-        """`attend_sorted`, on a CPU for a few examples at a time, and once more for the gradient.
-
-        What it needs then stays in caches, and no weights are kept.
-        """
-        _, batch_size, num_heads, num_blocks, block_size, _ = qkv_TBHNSK.shape
-        part_size = max(1, BLOCK_SIZE // (num_heads * num_blocks * block_size * 2 * block_size))
-        if not has_fast_path(qkv_TBHNSK) or part_size >= batch_size:
+    def attend(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
+        """`attend_sorted`, on a CPU of each example on its own."""
+        if not has_fast_path(qkv_TBHNSK):
             return self.attend_sorted(qkv_TBHNSK, mask_BNS)
-        attend: Callable[[Tensor, Tensor], Tensor] = self.attend_sorted
-        if torch.is_grad_enabled():
-            attend = partial(checkpoint, self.attend_sorted, use_reentrant=False)
-        parts = zip(qkv_TBHNSK.split(part_size, dim=1), mask_BNS.split(part_size), strict=True)
-        return torch.cat([attend(*part) for part in parts])
+        p = self.dropout.p if self.training else 0.0
+        return _EachExample.apply(qkv_TBHNSK, mask_BNS, self.attend_sorted, p)
 
-    def attend_sorted(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
-        """Attention of each block to its own tokens and to those sorted to it, [B, H, N, S, K].
-
-        Queries, keys and values at padding must be zero.
-        """
+    def attend_sorted(
+        self,
+        qkv_TBHNSK: Tensor,
+        mask_BNS: Tensor,
+        dropout: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Attention of each block to its own tokens and to those sorted to it, [B, H, N, S, K]."""
+        qkv_TBHNSK = qkv_TBHNSK * mask_BNS[:, None, ..., None].to(qkv_TBHNSK.dtype)
         q_1BHNSK, kv_2BHNSK = qkv_TBHNSK.split([1, 2])
         q_BHNSK = q_1BHNSK[0]
         with torch.autocast(qkv_TBHNSK.device.type, enabled=False):
@@ -158,7 +150,8 @@ class SinkhornAttention(nn.Module):
         # in place, as these are the largest tensors here.
         logits_BHNSJ = (q_BHNSK * self.scale) @ k_BHNJK.mT
         logits_BHNSJ = logits_BHNSJ.to(bias_BHNJ.dtype).add_(bias_BHNJ[..., None, :])
-        return self.dropout(logits_BHNSJ.softmax(dim=-1).to(v_BHNJK.dtype)) @ v_BHNJK
+        weight_BHNSJ = logits_BHNSJ.softmax(dim=-1).to(v_BHNJK.dtype)
+        return (dropout or self.dropout)(weight_BHNSJ) @ v_BHNJK
 
     def order(self, q_BHNSK: Tensor, k_BHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
         """The matrix R that sorts blocks, [B, H, N, N] in float32 or wider.
@@ -178,8 +171,7 @@ class SinkhornAttention(nn.Module):
         log_BHNN = (log_BHNN / self.temperature).masked_fill(~is_pair_BNN[:, None], -torch.inf)
         log_BHNN = log_BHNN.masked_fill(is_alone_BNN[:, None], 0.0)
         for _ in range(self.num_iterations):
-            log_BHNN = log_BHNN - log_BHNN.logsumexp(dim=-1, keepdim=True)
-            log_BHNN = log_BHNN - log_BHNN.logsumexp(dim=-2, keepdim=True)
+            log_BHNN = log_BHNN.log_softmax(dim=-1).log_softmax(dim=-2)
         return log_BHNN.exp()
 
     def attend_as_arena(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
@@ -203,7 +195,64 @@ class SinkhornAttention(nn.Module):
         return y_BHNSK.to(dtype)
 
 
+class _EachExample(torch.autograd.Function):
+    """Attention of each example side by side, and once more for the gradient.
+
+    What it needs then stays in caches, and no weights are kept. Each example has a seed of its own.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_TBHNSK: Tensor, mask_BNS: Tensor, attend: Callable[..., Tensor], p: float
+    ) -> Tensor:
+        seeds = torch.randint(2**32, (len(mask_BNS),)).tolist()
+        y_BNSHK = torch.empty_like(
+            rearrange(qkv_TBHNSK[0], "b h n s k -> b n s h k"),
+            memory_format=torch.contiguous_format,
+        )
+        y_BHNSK = rearrange(y_BNSHK, "b n s h k -> b h n s k")
+
+        def work(b: int) -> None:
+            part = slice(b, b + 1)
+            y_BHNSK[part] = attend(
+                qkv_TBHNSK[:, part], mask_BNS[part], dropout_of_seed(p, seeds[b])
+            )
+
+        side_by_side(work, len(mask_BNS))
+        ctx.save_for_backward(qkv_TBHNSK, mask_BNS)
+        ctx.attend, ctx.p, ctx.seeds = attend, p, seeds
+        return y_BHNSK
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_BHNSK: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        qkv_TBHNSK, mask_BNS = ctx.saved_tensors
+        dqkv_TBHNSK = torch.empty_like(qkv_TBHNSK)
+
+        @torch.enable_grad()
+        def work(b: int) -> None:
+            part = slice(b, b + 1)
+            leaf = qkv_TBHNSK[:, part].detach().requires_grad_()
+            y = ctx.attend(leaf, mask_BNS[part], dropout_of_seed(ctx.p, ctx.seeds[b]))
+            (dqkv_TBHNSK[:, part],) = torch.autograd.grad(y, leaf, dy_BHNSK[part])
+
+        side_by_side(work, len(mask_BNS))
+        return dqkv_TBHNSK, None, None, None
+
+
 def sort_blocks(order_BHNN: Tensor, kv_2BHNSK: Tensor) -> Tensor:
     """Sums over blocks, slot by slot, in the dtype of `order_BHNN`; [2, B, H, N, S, K]."""
     sorted_2BHNE = order_BHNN @ kv_2BHNSK.flatten(-2).to(order_BHNN.dtype)
     return sorted_2BHNE.unflatten(-1, kv_2BHNSK.shape[-2:])
+
+
+def dropout_of_seed(p: float, seed: int) -> Callable[[Tensor], Tensor]:
+    """The same numbers in each of two passes, in whatever thread."""
+
+    def drop(x: Tensor) -> Tensor:
+        if p == 0:
+            return x
+        kept = draw_kept(x.shape, p, torch.Generator().manual_seed(seed))
+        return x * kept.to(x.dtype).mul_(1 / keep_probability(p))
+
+    return drop

@@ -204,12 +204,16 @@ class SynthesizerAttention(nn.Module):
                 later_LL = torch.ones_like(logits_HLL[0], dtype=torch.bool).triu(1)
                 logits_HLL = logits_HLL.masked_fill(later_LL, -torch.inf)
             weight_HLL = logits_HLL.softmax(dim=-1)
-            mask_LB = mask_BL.to(weight_HLL.dtype).T
-            v_BHLK = v_BHLK.to(weight_HLL.dtype) * mask_BL[:, None, :, None]
+            v_BHLK = v_BHLK.to(weight_HLL.dtype)
+            has_padding = not bool(mask_BL.all())
+            if has_padding:
+                v_BHLK = v_BHLK * mask_BL[:, None, :, None]
             y_HLBK = self.dropout(weight_HLL) @ rearrange(v_BHLK, "b h l k -> h l (b k)")
-            total_HLB = weight_HLL @ mask_LB
-            total_HLB = total_HLB.masked_fill(total_HLB == 0, 1.0)  # a row of padding
-            y_HLBK = y_HLBK.unflatten(-1, (len(v_BHLK), -1)) / total_HLB[..., None]
+            y_HLBK = y_HLBK.unflatten(-1, (len(v_BHLK), -1))
+            if has_padding:
+                total_HLB = weight_HLL @ mask_BL.to(weight_HLL.dtype).T
+                total_HLB = total_HLB.masked_fill(total_HLB == 0, 1.0)  # a row of padding
+                y_HLBK = y_HLBK / total_HLB[..., None]
         return rearrange(y_HLBK, "h l b k -> b l (h k)")
 
 

@@ -145,28 +145,34 @@ def test_neither_padding_nor_neighbours_change_a_row(dtype: torch.dtype) -> None
             torch.testing.assert_close(alone_LD, together_BLD[row, :length])
 
 
-def test_examples_may_be_worked_on_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_may_be_worked_on_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mixer(replace(SMALL, attention_dropout=0.3))
     x_BLD, mask_BL = batch(20, 9, 20, 1, 0)
     x_BLD.requires_grad_()
     results = []
-    for block_size in (2**21, 2 * 2 * 2 * 20 * 4 + 5, 1):  # all five, two, one
-        monkeypatch.setattr(sinkhorn, "BLOCK_SIZE", block_size)
-        y_BLD = model(x_BLD, mask_BL)
-        results.append([y_BLD, *torch.autograd.grad(y_BLD.sum(), [x_BLD, *model.parameters()])])
-    for others in zip(*results, strict=True):
-        for other in others[1:]:
-            torch.testing.assert_close(other, others[0])
+    for fast in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(sinkhorn, "has_fast_path", lambda x, fast=fast: fast)
+            y_BLD = model(x_BLD, mask_BL)
+            results.append([y_BLD, *torch.autograd.grad(y_BLD.sum(), [x_BLD, *model.parameters()])])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
     # The second pass drops what the first one did: then the result, which is linear in the values,
-    # changes by what its gradient says.
+    # changes by what its gradient says, and the number of threads does not matter.
     model.train()
-    torch.manual_seed(3)
-    y = model(x_BLD, mask_BL)[:3].sum()
-    (gradient,) = torch.autograd.grad(y, model.qkv.weight)
+    ys, num_before = [], torch.get_num_threads()
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        torch.manual_seed(3)
+        y_BLD = model(x_BLD, mask_BL)
+        (gradient,) = torch.autograd.grad(y_BLD[:3].sum(), model.qkv.weight)
+        ys += [y_BLD.detach(), gradient]
+    torch.set_num_threads(num_before)
+    assert torch.equal(ys[0], ys[2]) and torch.equal(ys[1], ys[3])
     with torch.no_grad():
         model.qkv.weight[24:].mul_(2)
         torch.manual_seed(3)
-        change = model(x_BLD, mask_BL)[:3].sum() - y
+        change = model(x_BLD, mask_BL)[:3].sum() - ys[0][:3].sum()
     torch.testing.assert_close(change, (gradient * model.qkv.weight)[24:].sum() / 2)
 
 
