@@ -98,7 +98,9 @@ class TrainConfig:
     allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
     log_every: int = 10  # steps between lines of metrics.jsonl
     checkpoint_every: int | None = None  # steps; None: at every evaluation, at most once a minute
-    time_limit: float | None = None  # seconds; then the run saves its state and stops, resumable
+    time_limit: float | None = (
+        None  # seconds since its start; then the run stops, resumable
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "eval_every", "log_every", "checkpoint_every"):
@@ -176,6 +178,13 @@ class PretrainConfig:
             for name in ("num_steps", "batch_size", "lr", "warmup_steps", "schedule",
                          "weight_decay", "eval_every")
         } | {"selection": "best_val_loss"}  # fmt: skip
+        if self.warmup_steps >= self.num_steps > 0 and not train.allow_unreached_peak:
+            # Also of schedule=constant, whose warm-up is here that of the second phase if not said.
+            raise ValueError(
+                f"pretrain.warmup_steps={self.warmup_steps} is not below pretrain.num_steps="
+                f"{self.num_steps}: the rate would not reach its peak; lower "
+                "pretrain.warmup_steps, or set train.allow_unreached_peak=true if that is meant"
+            )
         try:
             return dataclasses.replace(train, **own)
         except ValueError as error:

@@ -622,9 +622,10 @@ def test_a_pretrained_run_is_evaluated_and_used_as_any_other(
         ("pretrain=masked pretrain.weight_decay=-1", "pretrain.weight_decay=-1.0: expected at"),
         (
             "pretrain=masked pretrain.schedule=linear pretrain.warmup_steps=9 pretrain.num_steps=9",
-            "pretrain.warmup_steps=9 is not below pretrain.num_steps=9: the rate would rise to "
-            "100.0 % of its peak at most; lower warmup_steps, or set train.allow_unreached_peak",
+            "pretrain.warmup_steps=9 is not below pretrain.num_steps=9: the rate would not reach",
         ),
+        # A constant rate rises at first as well, with the second phase's warm-up if not told.
+        ("pretrain=masked pretrain.num_steps=1", "pretrain.num_steps=1: the rate would not reach"),
         ("pretrain.objective=masked", "pretrain.mask_rate=null with pretrain=masked"),
     ],
 )
