@@ -154,8 +154,8 @@ def test_help_and_config_import_nothing_heavy(arguments: list[str]) -> None:
 
 BARE = """
 import importlib, pathlib, pkgutil, sys
-for name in ("tensorflow", "jax", "flax", "torchtext", "torchvision", "scipy", "datasets",
-             "pyarrow", "pandas", "wandb", "tensorboard", "matplotlib"):
+for name in ("tensorflow", "jax", "flax", "torchtext", "torchvision", "scipy", "sklearn",
+             "datasets", "pyarrow", "pandas", "wandb", "tensorboard", "matplotlib"):
     sys.modules[name] = None
 import lra, models
 for package in (models, lra):

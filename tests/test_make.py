@@ -24,7 +24,7 @@ def test_a_run_installs_its_own_part_and_tests_the_rest(tmp_path: Path) -> None:
         return [line.split()[-1] for line in lines]
 
     core = "'.[tables]'"
-    everything = "'.[dev,tables,hub,wandb,tensorboard,parallel,slurm,tune,bench]'"
+    everything = "'.[dev,tables,floors,hub,wandb,tensorboard,parallel,slurm,tune,bench]'"
     for target in ("run", "tables", "tables-check", "sweep", "bench"):
         assert installs(target) == [core]
     for target in ("test", "test-slow", "lint", "setup", "data"):

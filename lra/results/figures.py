@@ -138,7 +138,7 @@ def _heading(rows: Sequence[Row], task: str) -> str:
 def learning_curves(
     rows: Sequence[Row], styles: dict[str, dict[str, Any]], floors: Sequence[Floors] = ()
 ) -> Figure:
-    """One panel a task: validation accuracy by step, a line for each run, and one for each rule.
+    """One panel a task: validation accuracy by step, a line for each run and for two rules.
 
     No mean over seeds: where some have left a plateau and others not, it shows what no run had.
     Rules are drawn where all runs of the panel have the data that these were measured on.
@@ -161,11 +161,11 @@ def learning_curves(
                     label = "_"  # one entry in the legend for all seeds of a row
         fitting = [f for f in floors if f.task == task
                    and {f.data.fingerprint} == {cell.fingerprint for _, cell in cells}]  # fmt: skip
-        for i, floor in enumerate(floor for f in fitting for floor in f.floors):
-            figure.set_label(f"{RUNS} In grey: what rules without any model reach.")
+        for i, floor in enumerate(floor for f in fitting for floor in f.worth_naming()):
+            figure.set_label(f"{RUNS} In grey: what rules without a sequence model reach.")
             height, dashes = 100 * floor.val.accuracy, DASHES[1:][i % len(DASHES[1:])]
             axes.axhline(height, color="#555555", linewidth=1.2, linestyle=dashes, zorder=1,
-                         label=f"{floor.description}: {percent(height)}")  # fmt: skip
+                         label=f"{floor.title}: {percent(height)}")  # fmt: skip
         axes.set_title(_heading(rows, task), fontsize=9)
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")

@@ -1,16 +1,15 @@
-"""Floors: what rules reach that any model should beat, counted on train, measured on val and test.
+"""Floors: what rules reach that any model should beat, on whole val and test.
 
-`scripts/floors.py` writes results/floors/<task>.json; tables and figures set runs beside it where
-both have the same data, by fingerprint.
+`scripts/floors.py` has rules.py measure them and writes results/floors/<task>.json; tables and
+figures set runs beside it where both have the same data, by fingerprint.
 
-Shapes: N examples of a split, S sequences per example, K different keys.
+Shapes: N examples of a split.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,7 @@ import numpy as np
 
 from lra.config import fill
 from lra.files import write_atomically
-from lra.results.records import pack_correct, unpack_correct
-from lra.tasks.batches import TokenArrays
-from lra.tasks.cache import Dataset
-from lra.tasks.task import SPLITS, Task
-
-FIRST_TOKEN = {"listops": "outermost operator"}  # what the first token is, in a task's own words
+from lra.results.records import unpack_correct
 
 
 @dataclass(frozen=True)
@@ -43,12 +37,17 @@ class Score:
 
 @dataclass(frozen=True)
 class Floor:
-    """One rule; `description` goes on after "always answering"."""
+    """One rule; at the end of `description` stands in brackets what a table has no room for."""
 
     name: str
     description: str
     val: Score
     test: Score
+
+    @property
+    def title(self) -> str:
+        """The description without what stands in brackets."""
+        return self.description.partition(" (")[0]
 
 
 @dataclass(frozen=True)
@@ -86,67 +85,14 @@ class Floors:
                         f"{score.num_examples} examples are right"
                     )
 
+    def worth_naming(self) -> list[Floor]:
+        """The first, which is the commonest label, and the best of all on val; none of none."""
+        best = sorted(self.floors, key=lambda floor: -floor.val.accuracy)[:1]
+        return self.floors[:1] + [floor for floor in best if floor is not self.floors[0]]
+
     def to_json(self) -> str:
         """The file's text."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-
-def measure(task: Task, dataset: Dataset) -> Floors:
-    """Every rule on a prepared task, whole splits.
-
-    Raises:
-        ValueError: the task is limited to a part of its data.
-    """
-    sizes = {split: len(getattr(dataset, split)) for split in SPLITS}
-    for split, size in sizes.items():
-        if size != dataset.meta["splits"][split]["num_examples"]:
-            raise ValueError(
-                f"task.limit_{split}={size}: floors are those of whole splits; drop it"
-            )
-    first = FIRST_TOKEN.get(task.name, "first token")
-    rules = (
-        ("commonest_label", "the commonest label", lambda arrays: np.zeros((len(arrays), 1), int)),
-        ("first_token", f"the commonest label of the {first}", first_tokens),
-    )
-    floors = []
-    for name, description, keys in rules:
-        splits = (dataset.val, dataset.test)
-        train, *others = (keys(arrays) for arrays in (dataset.train, *splits))
-        answers = commonest(train, dataset.train.labels, others)
-        floors.append(Floor(name, description, *map(_score, answers, splits)))
-    data = Data(dataset.meta["source"], dataset.fingerprint, sizes)
-    return Floors(task.name, data, floors)
-
-
-def first_tokens(arrays: TokenArrays) -> np.ndarray:
-    """The first raw value of every sequence, -1 where there is none. [N, S]"""
-    empty_NS = arrays.lengths_NS == 0
-    values_NS = np.full(empty_NS.shape, -1)
-    values_NS[~empty_NS] = arrays.tokens[arrays.starts_NS[~empty_NS]]
-    return values_NS
-
-
-def commonest(
-    train_NS: np.ndarray, labels_N: np.ndarray, others: Sequence[np.ndarray]
-) -> list[np.ndarray]:
-    """For each row of `others` the commonest label of the train rows that equal it.
-
-    Of equally common labels the smallest; for a row that train does not have, the commonest of all.
-    """
-    keys_KS, index_N = np.unique(train_NS, axis=0, return_inverse=True)
-    counts_KC = np.zeros((len(keys_KS), int(labels_N.max()) + 1), np.int64)
-    np.add.at(counts_KC, (index_N.ravel(), labels_N), 1)
-    answer = dict(zip(map(tuple, keys_KS.tolist()), counts_KC.argmax(axis=1), strict=True))
-    overall = counts_KC.sum(axis=0).argmax()
-    return [
-        np.array([answer.get(tuple(row), overall) for row in rows_NS.tolist()])
-        for rows_NS in others
-    ]
-
-
-def _score(answer_N: np.ndarray, arrays: TokenArrays) -> Score:
-    correct_N = answer_N == arrays.labels
-    return Score(float(correct_N.mean()), len(correct_N), pack_correct(correct_N))
 
 
 def floors_path(results_dir: Path, task: str) -> Path:
@@ -158,13 +104,20 @@ def save(floors: Floors, results_dir: Path) -> Path:
     """Write a task's floors as a whole, over earlier ones of the same data only.
 
     Raises:
-        ValueError: the file there has the floors of other data, or is damaged.
+        ValueError: the file there has the floors of other data or a rule that these lack, or is
+            damaged.
     """
     path = floors_path(results_dir, floors.task)
-    if path.exists() and load(path).data.fingerprint != floors.data.fingerprint:
-        raise ValueError(
-            f"{path}: holds the floors of other data; move it away or choose another paths.results"
+    if path.exists():
+        there, names = load(path), {floor.name for floor in floors.floors}
+        lost = [floor.name for floor in there.floors if floor.name not in names]
+        what = (
+            "the floors of other data"
+            if there.data.fingerprint != floors.data.fingerprint
+            else (f"rules that were not measured now ({', '.join(lost)})" if lost else "")
         )
+        if what:
+            raise ValueError(f"{path}: holds {what}; move it away or choose another paths.results")
     write_atomically(path, floors.to_json())
     return path
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lra.console import percent
 from lra.results.control import control_command, phase_text
+from lra.results.floors import Floors
 from lra.results.leaderboard import (
     AVERAGES,
     FAIL,
@@ -249,25 +250,54 @@ def footnotes(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def floor_notes(board: Board) -> list[str]:
-    """For each task with rules measured on its data: what they reach, how many rows are above."""
+    """For each task with rules measured on its data: what the best reaches, how many rows do too.
+
+    `floor_sections` has all rules.
+    """
     notes = []
     for floors in board.floors:
-        cells = [c for row in board.rows if (c := row.cells.get(floors.task))]
-        cells = [c for c in cells if c.fingerprint == floors.data.fingerprint]
-        if not cells:
+        cells = cells_on(floors, board)
+        if not cells or not floors.floors:
             continue
-        rules = [
-            f"{percent(100 * floor.test.accuracy)} % (always {floor.description}; "
+        chosen = [
+            f"{percent(100 * floor.test.accuracy)} % ({floor.title}{best}; "
             f"{sum(c.clearly_above_rule(floor) for c in cells)} of {len(cells)} rows above)"
-            for floor in floors.floors
+            for floor, best in zip(
+                floors.worth_naming(),
+                ("", f", on validation the best of {len(floors.floors)} rules"),
+                strict=False,
+            )
         ]
         notes.append(
-            f"On {task_title(floors.task)}, rules without any model are right in "
-            f"{' and '.join(rules)} of test; a row counts as above where paired 95 % tests say so. "
-            "Rows at the level of a rule are not told apart by their figures: each may have "
+            f"On {task_title(floors.task)}, rules without a sequence model are right in "
+            f"{' and '.join(chosen)} of test; a row counts as above where paired 95 % tests say "
+            "so. Rows at the level of a rule are not told apart by their figures: each may have "
             "learned that rule and no more."
         )
     return notes
+
+
+def floor_sections(board: Board) -> list[str]:
+    """Every rule, a table for each task, also where no run has the data."""
+    parts = []
+    for floors in board.floors:
+        cells = cells_on(floors, board)
+        header = ["Rule", "Val", "Test", *[f"Rows above, of {len(cells)}"] * bool(cells)]
+        rows = [
+            [floor.description, *(percent(100 * s.accuracy) for s in (floor.val, floor.test)),
+             *[str(sum(c.clearly_above_rule(floor) for c in cells))] * bool(cells)]
+            for floor in floors.floors
+        ]  # fmt: skip
+        parts += [f"### {escape_markdown(task_title(floors.task))}\n",
+                  f"Accuracy in percent. Data: {escape_markdown(floors.data.source)}.\n",
+                  Table(header, rows).markdown()]  # fmt: skip
+    return ["## Rules without a sequence model\n", *parts] if parts else []
+
+
+def cells_on(floors: Floors, board: Board) -> list[Cell]:
+    """What the board has on the very data that rules were measured on."""
+    cells = [cell for row in board.rows if (cell := row.cells.get(floors.task))]
+    return [cell for cell in cells if cell.fingerprint == floors.data.fingerprint]
 
 
 def results_section(board: Board) -> str:
@@ -306,6 +336,7 @@ def markdown(board: Board, skipped: Sequence[str] = ()) -> str:
     """results/leaderboard.md; `skipped` describes unreadable files."""
     parts = ["# Leaderboard\n", GENERATED, "## Measured here\n", measured_section(board)]
     parts += [f"{escape_markdown(note)}.\n" for note in board.notes]
+    parts += floor_sections(board)
     published = published_sections(board.published, board.options)
     if board.pretrained:
         parts += ["## Self-pretraining\n", pretrained_section(board.pretrained)]

@@ -318,11 +318,13 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
     records = seeds("luna", 0.37, 0.371, 0.37) + seeds("softmax", 0.50)
     data = Data("s", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
     text = tables.results_section(build(records, floors=[Floors("listops", data, rules)]))
-    assert text.startswith("On ListOps, rules without any model are right in 15.00 % (always answer"
-                           " a; 2 of 2 rows above) and 37.00 % (always answer b; 1 of 2 rows above)"
-                           " of test;")  # fmt: skip
+    assert text.startswith("On ListOps, rules without a sequence model are right in 15.00 % (answer"
+                           " a; 2 of 2 rows above) and 37.00 % (answer b, on validation the best of"
+                           " 2 rules; 1 of 2 rows above) of test;")  # fmt: skip
     board = build(records, floors=[Floors("listops", data, rules)])
-    assert r"37.00 \% (always answer b; 1 of 2 rows above) of test;" in latex.leaderboard(board)
+    assert r"37.00 \% (answer b, on validation the best of 2 rules; 1 of 2" in latex.leaderboard(
+        board
+    )
     better = [dataclasses.replace(rules[0], test=made_up_score(0.9))]
     assert "0 of 2 rows above" in tables.results_section(
         build(records, floors=[Floors("listops", data, better)])
@@ -335,6 +337,27 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
     other = dataclasses.replace(data, fingerprint="f" * 64)
     for floors in ([Floors("listops", other, rules)], [Floors("text", data, rules)]):
         assert tables.results_section(build(records, floors=floors)).startswith("### Recipe")
+
+
+def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> None:
+    scores = {"the first": 0.15, "a classifier (tried 1, 2)": 0.2, "the best": 0.37, "a last": 0.1}
+    rules = [Floor(n, n, made_up_score(a), made_up_score(a)) for n, a in scores.items()]
+    records = seeds("luna", 0.37, 0.371, 0.37)
+    data = Data("our_files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+    elsewhere = dataclasses.replace(data, fingerprint="f" * 64)
+    floors = [Floors("listops", data, rules), Floors("text", elsewhere, rules[:1])]
+    text = tables.markdown(build(records, floors=floors))
+    section = text.partition("## Rules without a sequence model\n")[2]
+    assert [row for row in markdown_rows(section) if len(row) in (3, 4)] == [
+        ["Rule", "Val", "Test", "Rows above, of 1"],
+        *([n, percent(100 * a), percent(100 * a), "01"[a < 0.3]] for n, a in scores.items()),
+        ["Rule", "Val", "Test"],
+        ["the first", "15.00", "15.00"],
+    ]
+    assert section.count("Accuracy in percent. Data: our_files.") == 2
+    # README names two of four, without what was tried.
+    assert "a last" not in tables.results_section(build(records, floors=floors))
+    assert "## Rules" not in tables.markdown(build(records))
 
 
 def made_up_score(accuracy: float) -> Score:

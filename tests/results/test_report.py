@@ -215,15 +215,16 @@ def test_every_seed_has_a_line_of_its_own_and_no_mean_hides_it() -> None:
 @needs_matplotlib
 def test_rules_are_lines_where_the_runs_have_their_data() -> None:
     def drawn(fingerprint: str, task: str = "listops") -> tuple[list[str], str]:
-        score = Score(0.25, 2000, pack_correct(np.arange(2000) < 500))
+        scores = {n: Score(a, 2000, pack_correct(np.arange(2000) < 2000 * a))
+                  for n, a in (("a", 0.25), ("between", 0.3), ("b (of 3)", 0.5))}  # fmt: skip
         data = Data("s", fingerprint, {"val": 2000, "test": 2000})
-        rules = [Floor(n, f"rule {n}", score, score) for n in "ab"]
+        rules = [Floor(n, f"rule {n}", score, score) for n, score in scores.items()]
         figure = figures.learning_curves(
             build([run]).rows, figures.model_styles(["luna"]), [Floors(task, data, rules)]
         )
         lines = figure.axes[0].get_lines()
         heights = {y for line in lines[1:] for y in line.get_ydata()}
-        assert heights == ({25.0} if lines[1:] else set())
+        assert heights == ({25.0, 50.0} if lines[1:] else set())
         assert len({str(line._dash_pattern) for line in lines[1:]}) == len(lines[1:])
         legend = figure.axes[0].get_legend()
         assert legend
@@ -231,7 +232,7 @@ def test_rules_are_lines_where_the_runs_have_their_data() -> None:
 
     run = make_record()
     names, caption = drawn(run.data["fingerprint"])
-    assert names == ["luna", "rule a: 25.00", "rule b: 25.00"] and "rules without" in caption
+    assert names == ["luna", "rule a: 25.00", "rule b: 50.00"] and "rules without" in caption
     for other in (drawn("f" * 64), drawn(run.data["fingerprint"], "text")):
         assert other == (["luna"], figures.RUNS)
 
