@@ -98,9 +98,7 @@ class TrainConfig:
     allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
     log_every: int = 10  # steps between lines of metrics.jsonl
     checkpoint_every: int | None = None  # steps; None: at every evaluation, at most once a minute
-    time_limit: float | None = (
-        None  # seconds since its start; then the run stops, resumable
-    )
+    time_limit: float | None = None  # seconds since its start; then the run stops, resumable
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "batch_size", "eval_every", "log_every", "checkpoint_every"):

@@ -181,19 +181,19 @@ def test_the_second_phase_begins_with_the_best_encoder_and_a_head_of_its_own(
     (found, found_state), (fresh, fresh_state) = began
     folder = only(tmp_path, "pretraining-*")
     assert record.pretraining is not None
-    best = checkpoint.read(checkpoint.best_path(folder / "checkpoints", record.pretraining["step"]))
+    best = checkpoint.read(checkpoint.best_path(folder / "checkpoints", record.pretraining.step))
     encoder = {k: v for k, v in best["model"].items() if k.startswith("encoder.")}
     symbol = encoder.pop("encoder.embedding.mask_symbol", None)
-    assert (symbol is not None) == (record.pretraining["objective"] == "masked")
+    assert (symbol is not None) == (record.pretraining.objective == "masked")
     assert same({k: v for k, v in found.items() if k in encoder}, encoder)
     assert found.keys() == fresh.keys() and not encoder.keys() - found.keys()
     heads = [{k: v for k, v in w.items() if k not in encoder} for w in (found, fresh)]
     assert heads[0] and same(*heads) and torch.equal(found_state, fresh_state)
     assert not same(found, fresh)
     assert record.num_params == scratch.num_params and scratch.pretraining is None
-    losses = {row["step"]: row["val_loss"] for row in record.pretraining["curve"]}
-    assert losses[record.pretraining["step"]] == min(losses.values())
-    assert record.pretraining["val"]["loss"] == min(losses.values())
+    losses = {row["step"]: row["val_loss"] for row in record.pretraining.curve}
+    assert losses[record.pretraining.step] == min(losses.values())
+    assert record.pretraining.val.loss == min(losses.values())
     assert "pretrain=" in record.why_not[0] and record.config["pretrain"]["num_steps"] == 6
     (path,) = (tmp_path / "results").rglob("*.json")
     assert records.load(path) == record and not records.problems(record, path)
@@ -206,7 +206,7 @@ def test_the_first_phase_learns(tmp_path: Path) -> None:
         longer = {"num_steps": 50, "lr": 0.05, **changes.get("pretrain", {})}
         record = run(tmp_path / name, task=task, **(changes | {"pretrain": longer}))
         assert record.pretraining is not None
-        assert record.pretraining["val"]["accuracy"] > 0.9, record.pretraining["curve"]
+        assert record.pretraining.val.accuracy > 0.9, record.pretraining.curve
 
 
 class Mirror(Toy):
@@ -339,12 +339,12 @@ def test_out_of_memory_makes_the_parts_of_the_first_phase_smaller(
     record = run(tmp_path, **no_dropout)
     assert "step 1: out of memory; micro-batch is now 4" in capsys.readouterr().out
     assert record.pretraining is not None and record.result is not None
-    assert record.pretraining["hardware"]["micro_batch_size"] == 4
+    assert record.pretraining.hardware["micro_batch_size"] == 4
     assert record.hardware["micro_batch_size"] == 8
     monkeypatch.undo()
     other = run(tmp_path / "enough", **no_dropout)
     assert other.pretraining is not None
-    for row, wanted in zip(record.pretraining["curve"], other.pretraining["curve"], strict=True):
+    for row, wanted in zip(record.pretraining.curve, other.pretraining.curve, strict=True):
         assert row == pytest.approx(wanted, rel=1e-4)
 
 
@@ -354,7 +354,7 @@ def test_out_of_memory_makes_the_parts_of_the_first_phase_smaller(
 def identity(folder: Path, **changes: Any) -> str:
     record = run(folder, **changes)
     assert record.pretraining is not None
-    found: str = record.pretraining["identity"]
+    found: str = record.pretraining.identity
     return found
 
 
@@ -486,8 +486,8 @@ def test_two_processes_pretrain_as_one(tmp_path: Path, objective: str) -> None:
     paths = [next(tmp_path.glob(f"{name}/outputs/results/runs/*/*/*.json")) for name in ways]
     one, two = (records.load(path) for path in paths)
     assert one.pretraining and two.pretraining and one.result and two.result
-    assert one.pretraining["val"] == pytest.approx(two.pretraining["val"], rel=1e-5)
-    assert one.pretraining["identity"] == two.pretraining["identity"]
+    assert vars(one.pretraining.val) == pytest.approx(vars(two.pretraining.val), rel=1e-5)
+    assert one.pretraining.identity == two.pretraining.identity
     assert one.result.test.loss == pytest.approx(two.result.test.loss, rel=1e-4)
 
 
