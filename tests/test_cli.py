@@ -448,9 +448,10 @@ def test_every_combination_composes_and_builds(model: str, task: str, recipe: st
 def test_every_key_of_the_shape_stands_in_every_recipe() -> None:
     import dataclasses
 
+    from lra.build import FROM_TASK
     from models.shape import Shape
 
-    wanted = {f.name for f in dataclasses.fields(Shape)} - {"vocab_size", "max_length"}
+    wanted = {f.name for f in dataclasses.fields(Shape)} - {*FROM_TASK}
     for path in (ROOT / "configs/recipe").glob("*.yaml"):
         assert set(typed(compose_config([f"recipe={path.stem}"])).shape) == wanted, path
 
