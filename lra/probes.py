@@ -34,7 +34,7 @@ from models.classifier import Classifier
 
 SMALLEST_WINDOW = 16
 NUM_CUTS = 5  # of a window: evenly spread from the first token to the last
-WINDOWS, SHUFFLES, REPLACED = 1, 2, 3  # keep the draws of different probes apart
+SHUFFLES, REPLACED = 2, 3  # keep the draws of different probes apart
 MAX_LENGTH_OF_ATTENTION = 4096  # beyond which weights are not formed
 
 Sequences = tuple[np.ndarray, ...]  # raw values of an example's sequences

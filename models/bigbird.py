@@ -95,11 +95,7 @@ class BigBirdAttention(nn.Module):
             x_BLD = F.pad(x_BLD, (0, 0, 0, filled - length))
             mask_BL = F.pad(mask_BL, (0, self.longest - length))
             mask_BL = F.pad(mask_BL, (0, filled - self.longest), value=True)
-        q_BHLK, k_BHLK, v_BHLK = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
+        q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         rate = self.dropout if self.training else 0.0
         if self.is_full:
             y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, mask_BL, query_mask_BL=mask_BL, dropout=rate)

@@ -82,6 +82,13 @@ class PastTokens:
     v_BHNK: Tensor
     num_steps: int = 0  # made so far; more than there are keys where old ones are dropped
 
+    @classmethod
+    def none(cls, like: Tensor, size: tuple[int, int, int]) -> PastTokens:
+        """Before the first token; `size` is B, H, K."""
+        batch_size, num_heads, head_dim = size
+        empty_BH0K = like.new_zeros(batch_size, num_heads, 0, head_dim)
+        return cls(empty_BH0K, empty_BH0K)
+
     def newest(self, count: int) -> PastTokens:
         """The last ones alone."""
         first = max(0, self.k_BHNK.shape[2] - count)

@@ -109,7 +109,7 @@ class LocalAttention(nn.Module):
         length = x_BLD.shape[1]
         if self.pattern == "strided":
             x_BLD, mask_BL = self._deal(x_BLD, mask_BL)
-        q_BHLK, k_BHLK, v_BHLK = self._project(x_BLD)
+        q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         y_BLD = self.out(
             rearrange(self.attend(q_BHLK, k_BHLK, v_BHLK, mask_BL), "b h l k -> b l (h k)")
         )
@@ -154,12 +154,14 @@ class LocalAttention(nn.Module):
             ValueError: the model is not causal.
         """
         check_stepwise(self.causal)
-        empty_BH0K = self.qkv.weight.new_zeros(batch_size, self.num_heads, 0, self.head_dim)
-        return PastTokens(empty_BH0K, empty_BH0K)
+        size = (batch_size, self.num_heads, self.head_dim)
+        return PastTokens.none(self.qkv.weight, size)
 
     def step(self, x_B1D: Tensor, past: PastTokens) -> tuple[Tensor, PastTokens]:
         """The next position alone; [B, 1, D] and the state after it."""
-        q_BH1K, k_BH1K, v_BH1K = self._project(x_B1D, first=past.num_steps)
+        q_BH1K, k_BH1K, v_BH1K = self.rotary.heads(
+            self.qkv(x_B1D), self.num_heads, first=past.num_steps
+        )
         if self.pattern == "window":
             past = past.newest((self.window - 1) // 2)
         elif past.k_BHNK.shape[2] == self.block_size:  # full: a new block begins
@@ -168,15 +170,6 @@ class LocalAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y_BH1K = attend(q_BH1K, past.k_BHNK, past.v_BHNK, None, dropout=dropout)
         return self.out(rearrange(y_BH1K, "b h l k -> b l (h k)")), past
-
-    def _project(self, x_BLD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values from position `first` on; [B, H, L, K] each."""
-        q, k, v = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q, k = self.rotary(q, k, first=first)
-        return q, k, v
 
     def _deal(self, x_BLD: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Fill up, then the tokens block by block; the mask stays in its order."""

@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -56,6 +57,21 @@ class Rotary(nn.Module):
         ones = (1,) * (-axis - 2)
         table = table_LR2.view(-1, *ones, *table_LR2.shape[1:])
         return tuple(turn(x, table) for x in tensors)
+
+    def heads(
+        self, qkv_BLE: Tensor, num_heads: int, first: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned from position `first` on, and values; [B, H, L, K] each.
+
+        Args:
+            qkv_BLE: the three side by side, E = 3 H K.
+        """
+        q_BHLK, k_BHLK, v_BHLK = (
+            rearrange(part, "b l (h k) -> b h l k", h=num_heads)
+            for part in qkv_BLE.chunk(3, dim=-1)
+        )
+        q_BHLK, k_BHLK = self(q_BHLK, k_BHLK, first=first)
+        return q_BHLK, k_BHLK, v_BHLK
 
     def stacked(self, x_BLTHK: Tensor, num_turned: int) -> Tensor:
         """The same, of the first `num_turned` of T parts that lie in one tensor."""

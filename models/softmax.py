@@ -40,7 +40,7 @@ class SoftmaxAttention(nn.Module):
 
     def weights(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """How much each position reads of each, without dropout; [B, H, L, L], memory to match."""
-        q_BHLK, k_BHLK, _ = self._project(x_BLD)
+        q_BHLK, k_BHLK, _ = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         score_BHLL = q_BHLK @ k_BHLK.mT * q_BHLK.shape[-1] ** -0.5
         if self.causal:
             later_LL = torch.ones_like(score_BHLL[0, 0], dtype=torch.bool).triu(1)
@@ -49,7 +49,7 @@ class SoftmaxAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
-        q_BHLK, k_BHLK, v_BHLK = self._project(x_BLD)
+        q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         y_BHLK = attend(
             q_BHLK,
             k_BHLK,
@@ -69,22 +69,15 @@ class SoftmaxAttention(nn.Module):
             ValueError: the model is not causal.
         """
         check_stepwise(self.causal)
-        empty_BH0K = self.qkv.weight.new_zeros(batch_size, self.num_heads, 0, self.head_dim)
-        return PastTokens(empty_BH0K, empty_BH0K)
+        size = (batch_size, self.num_heads, self.head_dim)
+        return PastTokens.none(self.qkv.weight, size)
 
     def step(self, x_B1D: Tensor, past: PastTokens) -> tuple[Tensor, PastTokens]:
         """The next position alone; [B, 1, D] and the state after it."""
-        q_BH1K, k_BH1K, v_BH1K = self._project(x_B1D, first=past.num_steps)
+        q_BH1K, k_BH1K, v_BH1K = self.rotary.heads(
+            self.qkv(x_B1D), self.num_heads, first=past.num_steps
+        )
         past = past.and_next(k_BH1K, v_BH1K)
         dropout = self.dropout if self.training else 0.0
         y_BH1K = attend(q_BH1K, past.k_BHNK, past.v_BHNK, None, dropout=dropout)
         return self.out(rearrange(y_BH1K, "b h l k -> b l (h k)")), past
-
-    def _project(self, x_BLD: Tensor, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values from position `first` on; [B, H, L, K] each."""
-        q, k, v = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q, k = self.rotary(q, k, first=first)
-        return q, k, v

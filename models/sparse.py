@@ -82,11 +82,7 @@ class SparseAttention(nn.Module):
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""
-        q_BHLK, k_BHLK, v_BHLK = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
+        q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         rate = self.dropout if self.training else 0.0
         # The opened position becomes the last row of a block of its own, in front of the others.
         front = self.block_size - 1 if self.opens_first else 0

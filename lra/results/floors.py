@@ -12,12 +12,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from lra.config import fill
 from lra.files import write_atomically
+from lra.results import stored
 from lra.results.records import unpack_correct
 
 
@@ -129,16 +128,7 @@ def load(path: Path) -> Floors:
         ValueError: not JSON, an unknown or missing field, a wrong type, figures that do not fit
             together, or another task's name; names the file and the field.
     """
-    try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file of floors ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    try:
-        floors = fill(Floors, values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    floors = stored.read(path, Floors, "floors")
     if path.stem != floors.task:
         raise ValueError(f"{path}: holds task {floors.task}")
     return floors
@@ -146,10 +136,4 @@ def load(path: Path) -> Floors:
 
 def load_all(results_dir: Path) -> tuple[list[Floors], list[str]]:
     """All readable floors by task, and a warning for each file that is not one."""
-    found, warnings = [], []
-    for path in sorted((results_dir / "floors").glob("*.json")):
-        try:
-            found.append(load(path))
-        except ValueError as error:
-            warnings.append(f"skipped {error}")
-    return found, warnings
+    return stored.read_all(sorted((results_dir / "floors").glob("*.json")), load)

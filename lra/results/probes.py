@@ -9,10 +9,10 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lra.config import fill
 from lra.files import write_atomically
+from lra.results import stored
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,7 @@ def load(path: Path) -> Probes:
         ValueError: not JSON, an unknown or missing field, a wrong type, or of another run than its
             name says; names the file and the field.
     """
-    try:
-        values: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not a JSON file of probes ({error})") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(values).__name__}")
-    try:
-        probes = fill(Probes, values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    probes = stored.read(path, Probes, "probes")
     if path.stem != probes.run_id:
         raise ValueError(f"{path}: holds run {probes.run_id}")
     return probes
@@ -129,10 +120,4 @@ def load(path: Path) -> Probes:
 
 def load_all(results_dir: Path) -> tuple[list[Probes], list[str]]:
     """All readable ones by run, and a warning for each file that is not one."""
-    found, warnings = [], []
-    for path in sorted((results_dir / "probes").glob("*.json")):
-        try:
-            found.append(load(path))
-        except ValueError as error:
-            warnings.append(f"skipped {error}")
-    return found, warnings
+    return stored.read_all(sorted((results_dir / "probes").glob("*.json")), load)

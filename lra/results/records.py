@@ -21,6 +21,7 @@ import numpy as np
 
 from lra.config import config_hash, fill
 from lra.files import write_atomically, write_new
+from lra.results import stored
 
 SCHEMA_VERSION = 1
 # When the schema changes: raise SCHEMA_VERSION and add a function here, under the version before,
@@ -330,13 +331,7 @@ def _refuse_constant(name: str) -> None:
 
 def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:
     """All readable records in a fixed order, and a warning for each file that is not one."""
-    records, warnings = [], []
-    for path in sorted((results_dir / "runs").glob("*/*/*.json")):
-        try:
-            records.append(load(path))
-        except ValueError as error:
-            warnings.append(f"skipped {error}")
-    return records, warnings
+    return stored.read_all(sorted((results_dir / "runs").glob("*/*/*.json")), load)
 
 
 def problems(record: Record, path: Path) -> list[str]:

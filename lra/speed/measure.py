@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from lra.build import make_model, make_task
 from lra.config import RunConfig
@@ -32,6 +31,7 @@ from lra.speed.benchmarks import Measurement
 from lra.tasks.batches import Batch
 from lra.tasks.task import Task
 from lra.training.checkpoint import seed_everything
+from lra.training.evaluate import loss_and_hits
 from lra.training.hardware import Hardware
 from lra.training.optim import make_optimizer, set_rates
 from lra.training.trainer import accumulate, is_out_of_memory
@@ -112,9 +112,8 @@ class Evaluator:
         """Loss and hits of a batch; micro-batches as in training."""
         for micro in batch.split(self.hardware.config.micro_batch_size):
             with self.hardware.autocast():
-                logits_BC = self.forward(micro.tokens_BSL, micro.lengths_BS)
-            F.cross_entropy(logits_BC.float(), micro.labels_B, reduction="none")
-            (logits_BC.argmax(dim=1) == micro.labels_B).sum()
+                logits_BC = self.forward(*micro.inputs)
+            loss_and_hits(logits_BC, micro.labels_B)
 
 
 def measure(

@@ -92,10 +92,7 @@ class HiddenTokens:
 
     def num_answers(self, indices: np.ndarray, epoch: int = 0) -> int:
         """As of the batch of these examples, which need not be built."""
-        if self.objective == "next":
-            return int((self.lengths_NS[indices] - 1).clip(min=0).sum())
-        num_sequences = range(self.examples.num_sequences)
-        return sum(len(self.hidden(int(i), s, epoch)) for i in indices for s in num_sequences)
+        return sum(len(places) for row in self._places(indices, epoch) for places in row)
 
     def batch(self, indices: np.ndarray, pad_to: int | None = None, epoch: int = 0) -> HiddenBatch:
         """The examples at `indices` with the questions of this epoch."""
@@ -103,10 +100,7 @@ class HiddenTokens:
 
         plain = self.examples.batch(indices, pad_to)
         tokens_BSL = plain.tokens_BSL.numpy()
-        places = [
-            [self._places(int(index), s, epoch) for s in range(self.examples.num_sequences)]
-            for index in indices
-        ]
+        places = self._places(indices, epoch)
         most = max(1, max(len(p) for row in places for p in row))
         places_BSM = np.zeros((*plain.lengths_BS.shape, most), np.int64)
         labels_BSM = np.full_like(places_BSM, NOTHING)
@@ -122,10 +116,16 @@ class HiddenTokens:
             places_BSM=torch.from_numpy(places_BSM),
         )  # fmt: skip
 
-    def _places(self, index: int, position: int, epoch: int) -> np.ndarray:
-        if self.objective == "next":
-            return np.arange(max(0, self.lengths_NS[index, position] - 1))
-        return self.hidden(index, position, epoch)
+    def _places(self, indices: np.ndarray, epoch: int) -> list[list[np.ndarray]]:
+        """Places that are asked for, by example and sequence."""
+
+        def asked(index: int, position: int) -> np.ndarray:
+            if self.objective == "next":
+                return np.arange(max(0, self.lengths_NS[index, position] - 1))
+            return self.hidden(index, position, epoch)
+
+        num_sequences = self.examples.num_sequences
+        return [[asked(int(i), s) for s in range(num_sequences)] for i in indices]
 
 
 @dataclass(frozen=True)
