@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lra.config import RunConfig, check, fill, load_target
+from lra.config import LATER, RunConfig, check, fill, load_target
 
 if TYPE_CHECKING:
     from lra.tasks.task import Task
@@ -61,6 +61,11 @@ def make_model(config: RunConfig, task: Task, model: Mapping[str, Any] | None = 
         raise ValueError(
             f"shape.positions=rotary_2d: inputs of task {task.name} are no pictures; expected "
             "learned, sinusoidal, none or rotary"
+        )
+    if shape.rotary_theta != LATER["shape.rotary_theta"] and not shape.is_rotary:
+        raise ValueError(
+            f"shape.rotary_theta={shape.rotary_theta}: acts only with shape.positions=rotary or "
+            f"rotary_2d, here {shape.positions}"
         )
     encoder = make_encoder(target, shape, **check(target, knobs, "model", ["shape"]))
     return Classifier(encoder, shape, task.num_classes, task.num_sequences)

@@ -140,6 +140,8 @@ def unknown_key(key: str, given: str, overrides: list[str]) -> str:
     if key in known:
         return f"{given}: not a key of every choice in this sweep"
     section, _, name = key.rpartition(".")
+    if others := choices_with(section, name):
+        return f"{given}: not a key of this choice; {section}={' or '.join(others)} has it"
     close = nearest_key(key, known)
     if close is not None and close.rpartition(".")[0] != section:
         return f"{given}: unknown key; did you mean '{close}'?"
@@ -148,6 +150,12 @@ def unknown_key(key: str, given: str, overrides: list[str]) -> str:
         return f"{given}: unknown key; did you mean '{close}'? known: {', '.join(inside)}"
     top = sorted({k.split(".")[0] for k in known})
     return f"{given}: unknown key; {nearest(name, inside or top)}"
+
+
+def choices_with(group: str, name: str) -> list[str]:
+    """The choices of a group that have a key of this name in their file."""
+    files = sorted((CONFIGS / group).glob("*.yaml")) if group in GROUPS else []
+    return [file.stem for file in files if name in OmegaConf.load(file)]
 
 
 def unreadable(override: str, overrides: list[str]) -> str:

@@ -25,7 +25,8 @@ def header(plan: Plan, meaning: Meaning, data: Dataset, hardware: Hardware, reco
     config, train, task = plan.config, plan.config.train, plan.task
     params, baseline = meaning.num_params, meaning.baseline_params
     counts = " / ".join(f"{count:,}" for count in data.num_examples.values())
-    epochs = train.num_steps * train.batch_size / len(data.train)
+    num_before = config.pretrain.num_examples
+    epochs = (num_before + train.num_steps * train.batch_size) / len(data.train)
     ratio = 100 * params / baseline - 100
     rule = "within the 10 % rule" if 10 * params <= 11 * baseline else "over the 10 % rule"
     changed = changes(plan, ("model.",), "default")
@@ -43,7 +44,7 @@ def header(plan: Plan, meaning: Meaning, data: Dataset, hardware: Hardware, reco
         + (f", changed: {'; '.join(changed)}" if changed else ", nothing changed"),
         f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",
         f"budget   {train.num_steps:,} steps x {train.batch_size} examples ({epochs:.2f} epochs, "
-        f"{meaning.protocol.budget}{', both phases counted' * (config.pretrain.num_examples > 0)})",
+        f"{meaning.protocol.budget}{', both phases counted' * (num_before > 0)})",
         *([f"before   {describe(plan)}"] if config.pretrain.objective != "none" else []),
         f"output   {plan.run_dir}, record to {record}",
     ]

@@ -18,6 +18,7 @@ from lra.build import make_model, make_task
 from lra.config import RunConfig, TrainConfig, fill, nearest
 from lra.console import percent
 from lra.results.statistics import wilson
+from lra.runs import STATUS
 from lra.tasks.batches import TokenArrays, eval_batches
 from lra.tasks.cache import prepare
 from lra.training.checkpoint import step_of
@@ -117,8 +118,8 @@ def check_run(run: Path) -> None:
         ValueError: names the run that is most like it.
     """
     if not run.is_dir():
-        places = {*run.parent.glob("*/config.yaml"), *Path("outputs").glob("*/config.yaml")}
-        runs = [str(path.parent) for path in places if path.parent.name != "configs"]
+        places = {*run.parent.glob(f"*/{STATUS}"), *Path("outputs").glob(f"*/{STATUS}")}
+        runs = [str(path.parent) for path in places]
         same = [name for name in runs if Path(name).name == run.name]
         raise ValueError(f"{run}: no such run; {nearest(str(run), same or sorted(runs))}")
 

@@ -34,7 +34,7 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 from omegaconf import OmegaConf  # noqa: E402
 
 from lra.build import model_name  # noqa: E402
-from lra.cli import CONFIGS, GROUPS, compose_config, run_program  # noqa: E402
+from lra.cli import CONFIGS, GROUPS, choices_with, compose_config, run_program  # noqa: E402
 from lra.config import RunConfig, describe_type, load_target, nearest_key  # noqa: E402
 from lra.script import Parser  # noqa: E402
 
@@ -145,6 +145,9 @@ def select(keys: list[Key], words: list[str]) -> list[Key]:
         if not hits:
             close = nearest_key(word, [k.name for k in keys])
             hint = f"; did you mean '{close}'?" if close else ""
+            section, _, name = word.rpartition(".")
+            if others := choices_with(section, name):
+                hint = f"; {section}={' or '.join(others)} has it: add that"
             raise ValueError(f"{word}: no key or section of these choices{hint}")
         found += [k for k in hits if k not in found]
     return found or keys

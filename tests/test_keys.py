@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lra.cli import CONFIGS, GROUPS, compose_config
+from lra.cli import CONFIGS, GROUPS, compose_config, unknown_key
 from lra.config import flatten
 from scripts.keys import all_keys, select, show
 
@@ -54,3 +54,12 @@ def test_a_comment_serves_the_keys_that_go_on_with_its_stem() -> None:
     others = [m for a, b in itertools.combinations(keys, 2) if (m := keys[a]) == keys[b]]
     groups = {keys["train.groups.norm.lr"], keys["train.groups.norm.weight_decay"]}
     assert {keys["task.num_train"], *stems, keys["hardware.device"]} | groups >= set(others)
+
+
+def test_a_key_of_another_choice_says_which_has_it() -> None:
+    with pytest.raises(ValueError, match="pretrain.mask_rate: .*; pretrain=masked or next has it"):
+        select(all_keys([]), ["pretrain.mask_rate"])
+    found = unknown_key("pretrain.num_steps", "pretrain.num_steps=5", [])
+    assert found == (
+        "pretrain.num_steps=5: not a key of this choice; pretrain=masked or next has it"
+    )
