@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 PLAIN_LINE_EVERY_S = 15.0
 
@@ -72,3 +72,11 @@ def duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def reach_text(reach: Sequence[int]) -> str:
+    """How far a model of bounded reach reads, layer by layer and in all; empty for any other."""
+    if not reach:
+        return ""
+    layers = f"{reach[0]:,}" if len(set(reach)) == 1 else " + ".join(f"{n:,}" for n in reach)
+    return f"{layers} a layer, {sum(reach):,} in all"

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from lra import messages, runs
-from lra.build import make_model, make_predictor, num_params
+from lra.build import make_model, make_predictor
 from lra.config import LoggerConfig, RunConfig
 from lra.files import check_writable, is_refused, refusal, storing, write_atomically
 from lra.plan import Meaning, Plan, Reference, finished, make_plan, meaning_of
@@ -77,7 +77,7 @@ def run_job(
         if done := distributed.from_main(done):
             return records.load(done)
         environment = records.environment()
-        meaning = meaning_of(plan, num_params(model), data.num_examples)
+        meaning = meaning_of(plan, model, data.num_examples)
         if is_main:
             # Better now than after the training.
             check_writable(plan.first_record.parent, "paths.results")
@@ -267,6 +267,7 @@ def record_of(
         finished_at=runs.now(),
         message=ending.message,
         groups=groups,
+        reach=meaning.reach,
         pretraining=block_of(plan.run_dir),
     )
 

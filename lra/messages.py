@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lra import runs
 from lra.build import make_task
-from lra.console import duration, percent
+from lra.console import duration, percent, reach_text
 from lra.plan import Meaning, Plan, changes
 from lra.pretraining import describe
 from lra.results.control import control_command, phase_text
@@ -40,6 +40,7 @@ def header(plan: Plan, meaning: Meaning, data: Dataset, hardware: Hardware, reco
         + left_aside,
         *(f"remark   {remark}" for remark in data.meta.get("remarks", [])),
         f"model    {plan.model}, {params:,} parameters, {ratio:+.1f} % against softmax ({rule})",
+        *([f"reach    {reach_text(meaning.reach)}, in positions"] if meaning.reach else []),
         f"recipe   {config.recipe}"
         + (f", changed: {'; '.join(changed)}" if changed else ", nothing changed"),
         f"device   {hardware.name} ({hardware.device.type}, {config.hardware.precision})",

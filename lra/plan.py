@@ -14,6 +14,7 @@ from lra.results.records import Protocol, Record
 
 if TYPE_CHECKING:
     from lra.tasks.task import Task
+    from models.classifier import Classifier
 
 # Where data lie says nothing about what a number means.
 NOT_COMPARED = ("task.source", "task.path", "task.strict", *(f"train.{k}" for k in NO_NUMBERS))
@@ -65,6 +66,7 @@ class Meaning:
     num_params: int
     baseline_params: int  # of the softmax model
     why_not: list[str]  # reasons why the run is not comparable
+    reach: list[int]  # positions to either side that each layer reads at most; empty: it may all
 
 
 def make_plan(config: RunConfig, reference: Reference) -> Plan:
@@ -78,10 +80,12 @@ def make_plan(config: RunConfig, reference: Reference) -> Plan:
     return Plan(config, reference, plain, task, model_name(config.model), config_hash(plain))
 
 
-def meaning_of(plan: Plan, params: int, num_examples: Mapping[str, int]) -> Meaning:
-    """What the number will mean of a model with `params` parameters and data of these sizes."""
+def meaning_of(plan: Plan, model: Classifier, num_examples: Mapping[str, int]) -> Meaning:
+    """What the number will mean of this model on data of these sizes."""
+    params = num_params(model)
     why_not, baseline = compare(plan, params)
-    return Meaning(protocol_of(plan, num_examples), params, baseline, why_not)
+    protocol = protocol_of(plan, num_examples)
+    return Meaning(protocol, params, baseline, why_not, model.encoder.reach or [])
 
 
 def compare(plan: Plan, params: int) -> tuple[list[str], int]:

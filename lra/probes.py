@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lra.build import make_model, model_name
 from lra.results.floors import Floors, floors_path
 from lra.results.floors import load as load_floors
 from lra.results.probes import Agreement, Attention, Influence, Probes, Shuffle, Window
+from lra.results.statistics import sign_test
 from lra.tasks.batches import TokenArrays, eval_batches
 from lra.tasks.cache import prepare
 from lra.trained import TrainedModel
@@ -100,16 +101,6 @@ def beside_floors(
                 Agreement(floor.name, label, len(ours_N), agreement, only_run, only_floor, z, p)
             )
     return found
-
-
-def sign_test(more: int, less: int) -> tuple[float, float]:
-    """z and the exact two-sided p of two counts that chance makes alike."""
-    n = more + less
-    if n == 0:
-        return 0.0, 1.0
-    log_p = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
-             for k in range(min(more, less) + 1)]  # fmt: skip
-    return (more - less) / math.sqrt(n), min(1.0, 2 * math.fsum(map(math.exp, log_p)))
 
 
 def windows(model: Classifier, rows: Rows) -> Iterator[Window]:
@@ -304,14 +295,6 @@ class _inputs_of:
             hook.remove()
 
 
-def reach_of(model: Classifier) -> int | None:
-    """Positions that the whole encoder can join; None: all, or it does not say."""
-    reaches: Iterable[int | None] = [
-        getattr(getattr(block, "mixer", block), "reach", None) for block in model.encoder.layers()
-    ]
-    return None if any(r is None for r in reaches) else sum(r for r in reaches if r is not None)
-
-
 def probe(
     run: Path, *, num_examples: int, num_replaced: int, seed: int, results: Path | None
 ) -> tuple[Probes, Path]:
@@ -366,9 +349,11 @@ def probe(
     if floors and floors.data.fingerprint != data.fingerprint:
         floors = None
     accuracy, error = share(right_N)
+    reach = trained.model.encoder.reach
     found = Probes(
         run_id=run.resolve().name, task=task.name, model=model_name(config.model),
-        fingerprint=data.fingerprint, step=trained.step, seed=seed, reach=reach_of(trained.model),
+        fingerprint=data.fingerprint, step=trained.step, seed=seed,
+        reach=None if reach is None else sum(reach),
         num_examples=count, accuracy=accuracy, error=error,
         seconds=round(time.monotonic() - started, 1),
         floors=beside_floors(right_N, rows.labels_N, floors, count), windows=by_window,

@@ -3,7 +3,7 @@
 A mixer is an `nn.Module` built as `FooMixer(shape, *, own_knob)` with
 `forward(x_BLD, mask_BL) -> x_BLD`; attention dropout is its own, residual dropout the block's. One
 that can go from token to token also has `start(batch_size) -> state` and
-`step(x_B1D, state) -> (x_B1D, state)`.
+`step(x_B1D, state) -> (x_B1D, state)`; one that reads so far and no further, `reach`, in positions.
 
 Shapes: B batch, L length, D d_model. `mask` is bool, True = real token.
 """
@@ -206,6 +206,16 @@ class Encoder(nn.Module):
     def output_mask(self, mask_BL: Tensor) -> Tensor:
         """Mask of the rows that `forward` returns: with a class token, one True in front."""
         return F.pad(mask_BL, (1, 0), value=True) if self.shape.pooling == "cls" else mask_BL
+
+    @property
+    def reach(self) -> list[int] | None:
+        """Positions to either side that each layer reads at most; None where one may read all.
+
+        The whole encoder joins no tokens further apart than their sum.
+        """
+        mixers = [getattr(block, "mixer", block) for block in self.layers()]
+        reaches: list[Any] = [getattr(mixer, "reach", None) for mixer in mixers]
+        return None if None in reaches else reaches
 
     def layers(self) -> list[Any]:
         """The blocks in the order of their use; the same one again when layers are tied."""

@@ -26,6 +26,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from lra.build import make_model, make_task, num_params  # noqa: E402
 from lra.cli import CONFIGS, all_models, compose_config, run_program, typed  # noqa: E402
 from lra.config import RunConfig  # noqa: E402
+from lra.console import reach_text  # noqa: E402
 from lra.plan import Reference, compare, make_plan  # noqa: E402
 from lra.script import Parser  # noqa: E402
 from lra.tasks.task import Task  # noqa: E402
@@ -94,6 +95,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         ),
         f"{percent} against softmax: {rule}",
         f"not apples to apples: {'; '.join(why_not)}" if why_not else "apples to apples",
+        f"reach in positions: {reach_text(ours.encoder.reach or []) or 'all, or not known'}",
         "",
         f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
         "FLOPs: of matrix products and Fourier transforms in a forward pass; training takes about "

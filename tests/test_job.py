@@ -94,6 +94,23 @@ def test_groups_of_parameters_stand_in_the_record_if_there_are_several(tmp_path:
     assert "groups" not in json.loads(next((tmp_path / "plain").rglob("toy-*.json")).read_text())
 
 
+def test_the_reach_of_a_model_that_has_one_stands_in_its_record(tmp_path: Path) -> None:
+    conv = {"_target_": "models.conv.ConvMixer", "kernel_size": 7}
+    changes = {"shape": {"num_layers": 3}, "train": {"num_steps": 4}}
+    asked = config(tmp_path, **changes)
+    record = run_job(replace(asked, model=conv), [], Reference(None, SOFTMAX))
+    (path,) = (tmp_path / "results/runs/toy/conv").glob("*.json")
+    assert record.reach == [3, 3, 3] and records.load(path) == record
+    log = (tmp_path / "outputs" / record.run_id / "run.log").read_text()
+    assert "reach    3 a layer, 9 in all, in positions" in log
+    softmax = run(tmp_path, **changes)
+    assert "reach" not in json.loads(softmax.to_json())
+    broken = path.read_text().replace('"reach": [\n  3,', '"reach": [\n  -3,')
+    path.write_text(broken)
+    with pytest.raises(ValueError, match=r"reach=\[-3, 3, 3\]: expected positions of at least 0"):
+        records.load(path)
+
+
 def test_real_input_is_for_pixels_and_stands_in_the_protocol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

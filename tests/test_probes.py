@@ -16,6 +16,7 @@ from lra.probes import Rows
 from lra.results import probes as stored
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.records import pack_correct
+from lra.results.statistics import sign_test
 from models.classifier import Classifier
 from models.conv import ConvMixer
 from models.encoder import Encoder, make_encoder
@@ -103,7 +104,7 @@ def test_shuffled_keeps_tokens_and_blocks(kind: str, block: int) -> None:
 
 def test_influence_ends_where_a_convolution_does() -> None:
     model = classifier(ConvMixer, kernel_size=5, positions="none")  # two layers: 4 positions
-    assert probes.reach_of(model) == 4
+    assert model.encoder.reach == [2, 2]
     found = probes.influence(
         model, classifier(ConvMixer, kernel_size=5), rows(), num_values=NUM_VALUES, num_replaced=50
     )
@@ -151,10 +152,10 @@ def test_attention_has_the_distances_of_its_weights() -> None:
 
 
 def test_sign_test_against_the_binomial_distribution() -> None:
-    assert probes.sign_test(0, 0) == (0.0, 1.0)
-    assert probes.sign_test(8, 2)[1] == pytest.approx(2 * (1 + 10 + 45) / 1024)
-    assert probes.sign_test(2, 8) == (-probes.sign_test(8, 2)[0], probes.sign_test(8, 2)[1])
-    assert probes.sign_test(5, 5)[1] == 1.0
+    assert sign_test(0, 0) == (0.0, 1.0)
+    assert sign_test(8, 2)[1] == pytest.approx(2 * (1 + 10 + 45) / 1024)
+    assert sign_test(2, 8) == (-sign_test(8, 2)[0], sign_test(8, 2)[1])
+    assert sign_test(5, 5)[1] == 1.0
 
 
 def test_beside_a_rule_by_class() -> None:
@@ -179,7 +180,7 @@ def test_probes_are_read_as_they_were_written(tmp_path: Path) -> None:
         stored.load(path)
 
 
-def test_reach_is_of_the_whole_encoder_or_unknown() -> None:
-    assert probes.reach_of(classifier(NoMixing)) == 0
-    assert probes.reach_of(classifier(SoftmaxAttention)) is None
+def test_reach_is_of_each_layer_or_unknown() -> None:
+    assert classifier(NoMixing).encoder.reach == [0, 0]
+    assert classifier(SoftmaxAttention).encoder.reach is None
     assert isinstance(classifier(NoMixing).encoder, Encoder)

@@ -169,6 +169,9 @@ class Record:
     # Groups of parameters with a rate or a decay of their own, as `describe_groups` in
     # lra/training/optim.py has them; not in the file of a run whose parameters are all one group.
     groups: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    # Positions to either side that each layer reads at most; not in the file of a run whose model
+    # may read all.
+    reach: list[int] = dataclasses.field(default_factory=list)
     # Of a run whose self-pretraining came to its end; not in the file of any other.
     pretraining: Pretraining | None = None
     # Which of the run's records it is; stands in the name of its file, not in the file.
@@ -185,6 +188,8 @@ class Record:
         if self.result and (asked is None) != (self.pretraining is None):
             there = "no such block" if self.pretraining is None else "such a block"
             raise ValueError(f"pretraining: {there} does not go with config.pretrain={asked}")
+        if any(positions < 0 for positions in self.reach):
+            raise ValueError(f"reach={self.reach}: expected positions of at least 0")
         stretches = self.hardware.get("stretches", [])
         if not isinstance(stretches, list) or not all(isinstance(s, dict) for s in stretches):
             raise ValueError(f"hardware.stretches={stretches!r}: expected a list of objects")
@@ -219,8 +224,9 @@ class Record:
         """The file's text; numbers that are not finite become null."""
         values = dataclasses.asdict(self)
         del values["number"]
-        if not self.groups:
-            del values["groups"]
+        for name in ("groups", "reach"):
+            if not values[name]:
+                del values[name]
         if self.pretraining is None:
             del values["pretraining"]
         return json.dumps(_finite(values), indent=1, allow_nan=False) + "\n"

@@ -79,3 +79,13 @@ def t_95(degrees: int) -> float:
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
     return z + sum(term / v ** (i + 1) for i, term in enumerate(terms))
+
+
+def sign_test(more: int, less: int) -> tuple[float, float]:
+    """z and the exact two-sided p of two counts that chance makes alike."""
+    n = more + less
+    if n == 0:
+        return 0.0, 1.0
+    log_p = [math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2)
+             for k in range(min(more, less) + 1)]  # fmt: skip
+    return (more - less) / math.sqrt(n), min(1.0, 2 * math.fsum(map(math.exp, log_p)))
