@@ -131,11 +131,6 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
     as many training examples in all as the recipe gives a run without.
     """
     task, train, published = plan.task, plan.config.train, plan.reference.config
-    kind: Any = task.kind
-    if kind != "synthetic" and (
-        task.deviations() or (task.official_sizes and num_examples != task.official_sizes)
-    ):
-        kind = "partial"
     full = published.train.num_steps * published.train.batch_size if published else 0
     seen = plan.config.pretrain.num_examples + train.num_steps * train.batch_size
     extra = task.protocol
@@ -144,7 +139,7 @@ def protocol_of(plan: Plan, num_examples: Mapping[str, int]) -> Protocol:
     if plan.plain["shape"]["positions"] == "rotary_2d":
         extra["positions"] = "rotary_2d"
     return Protocol(
-        data=kind,
+        data=task.data_kind(num_examples),
         budget="reduced" if seen < full else "full",
         validation=extra.pop("validation"),
         selection=train.selection,

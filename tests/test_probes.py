@@ -162,7 +162,9 @@ def test_beside_a_rule_by_class() -> None:
     labels_N = np.array([0, 0, 1, 1])
     rule_N, run_N = np.array([True, True, False, False]), np.array([True, False, True, False])
     score = Score(0.5, 4, pack_correct(rule_N))
-    floors = Floors("toy", Data("", "", {"val": 4, "test": 4}), [Floor("rule", "a", score, score)])
+    floors = Floors(
+        "toy", Data("", "files", "", {"val": 4, "test": 4}), [Floor("rule", "a", score, score)]
+    )
     whole, first, second = probes.beside_floors(run_N, labels_N, floors, 4)
     assert (whole.label, whole.agreement, whole.only_run, whole.only_floor) == (None, 0.5, 1, 1)
     assert (first.label, first.only_run, first.only_floor, first.num_examples) == (0, 0, 1, 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import numpy as np
 from lra.files import write_atomically
 from lra.results import stored
 from lra.results.records import unpack_correct
+from lra.tasks.task import DataKind
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class Score:
     accuracy: float
     num_examples: int
     correct: str
+
+    @property
+    def error(self) -> float:
+        """Standard error of the accuracy over examples, a fraction."""
+        return math.sqrt(self.accuracy * (1 - self.accuracy) / self.num_examples)
 
     @property
     def correct_N(self) -> np.ndarray:
@@ -54,6 +61,7 @@ class Data:
     """Which data the rules were counted and measured on."""
 
     source: str
+    kind: DataKind
     fingerprint: str
     num_examples: dict[str, int]
 
@@ -100,7 +108,7 @@ def floors_path(results_dir: Path, task: str) -> Path:
 
 
 def save(floors: Floors, results_dir: Path) -> Path:
-    """Write a task's floors as a whole, over earlier ones of the same data only.
+    """Write a task's floors as a whole, over earlier ones of the same or of partial data only.
 
     Raises:
         ValueError: the file there has the floors of other data or a rule that these lack, or is
@@ -110,11 +118,11 @@ def save(floors: Floors, results_dir: Path) -> Path:
     if path.exists():
         there, names = load(path), {floor.name for floor in floors.floors}
         lost = [floor.name for floor in there.floors if floor.name not in names]
-        what = (
-            "the floors of other data"
-            if there.data.fingerprint != floors.data.fingerprint
-            else (f"rules that were not measured now ({', '.join(lost)})" if lost else "")
-        )
+        what = ""
+        if there.data.fingerprint != floors.data.fingerprint:
+            what = "the floors of other data" if there.data.kind != "partial" else ""
+        elif lost:
+            what = f"rules that were not measured now ({', '.join(lost)})"
         if what:
             raise ValueError(f"{path}: holds {what}; move it away or choose another paths.results")
     write_atomically(path, floors.to_json())

@@ -26,7 +26,7 @@ from lra.console import percent
 from lra.results.control import tied_setting
 from lra.results.floors import Floor, Floors
 from lra.results.records import Record, unpack_correct
-from lra.results.statistics import Comparison, compare, mean_std, wilson
+from lra.results.statistics import Comparison, compare, mean_std, sign_test, wilson
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PUBLISHED = ROOT / "results" / "published.csv"
@@ -53,6 +53,8 @@ MARKS = {
     "d": "made from a source tree with uncommitted changes",
     "g": "data from this project's generator, not from the benchmark's files",
     "t": "checkpoint chosen on the test split, as some papers do",
+    "b": "not above the best rule without a sequence model (sign test, 99 %): the score needs "
+    "no more than that rule knows",
     "f": "some seeds stayed at chance; the mean includes them",
     "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
     "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
@@ -118,6 +120,7 @@ class Cell:
     """Runs of one setting on one task, by seed; percentages are not rounded."""
 
     runs: tuple[Record, ...]
+    rule: Floor | None = None  # the best on validation of those that were measured on its data
 
     @functools.cached_property
     def _mean_std(self) -> tuple[float, float | None]:
@@ -150,6 +153,7 @@ class Cell:
             "d": any(r.environment.get("git_dirty") for r in self.runs),
             "g": any(r.protocol.data == "generated" for r in self.runs),
             "t": any(r.protocol.validation == "test" for r in self.runs),
+            "b": self.rule is not None and self.is_above(self.rule) is False,
             "f": not self.failed and any(r.status == "at_chance" for r in self.runs),
             "p": any(r.inputs == "real" for r in self.runs),
             "c": any(r.knows_columns for r in self.runs),
@@ -185,17 +189,22 @@ class Cell:
         result = self.against(other)
         return result is not None and result.over_seeds is not None and _is_above(result)
 
-    def clearly_above_rule(self, rule: Floor) -> bool:
-        """The same against a rule; of a single seed over test examples only."""
+    def is_above(self, rule: Floor) -> bool | None:
+        """Whether a sign test over test examples says so at 99 %; None where hits are not known.
+
+        Of several seeds, an example counts for the side that is right more often on it.
+        """
         rule_N = rule.test.correct_N
-        if (
-            self.failed
-            or not self.correct
-            or {len(c) for c in self.correct.values()} != {len(rule_N)}
-        ):
-            return False
-        runs_SN = np.stack(list(self.correct.values()))
-        return _is_above(compare(runs_SN, np.broadcast_to(rule_N, runs_SN.shape)))
+        if {len(correct_N) for correct_N in self.correct.values()} != {len(rule_N)}:
+            return None
+        gain_N = np.mean(list(self.correct.values()), axis=0) - rule_N
+        z, p = sign_test(int((gain_N > 0).sum()), int((gain_N < 0).sum()))
+        return not self.failed and z > 0 and p < 0.01
+
+    @property
+    def reach(self) -> list[int]:
+        """Positions to either side that each layer reads at most; empty where it may read all."""
+        return self.runs[0].reach
 
     def __str__(self) -> str:
         spread = f" ± {percent(self.std)}" if self.std is not None else ""
@@ -404,7 +413,8 @@ def build(
         names = ", ".join(f"{r.name} of {r.finished_at}" for r in duplicates)
         count = f"{len(duplicates)} duplicate{'s' if len(duplicates) > 1 else ''}"
         notes.append(f"{count} ignored, the newest run of a setting and seed counts: {names}")
-    made = make_rows(unique)
+    floors = list(floors)
+    made = [beside_rules(row, floors) for row in make_rows(unique)]
     for row in made:
         few = {t for t, c in row.cells.items() if len(c.runs) < options.min_seeds}
         left_out += [("few seeds", r) for t in few for r in row.cells[t].runs]
@@ -421,6 +431,13 @@ def build(
     shown = [p for p in published if options.published and options.shows(p.model)]
     floors = [f for f in floors if f.task in options.tasks]
     return Board(options, rows, pretrained, shown, left_out, notes, floors)
+
+
+def beside_rules(row: Row, floors: Iterable[Floors]) -> Row:
+    """The row with the best rule in each cell whose data have any."""
+    best = {(f.task, f.data.fingerprint): f.worth_naming()[-1] for f in floors if f.floors}
+    cells = {t: replace(c, rule=best.get((t, c.fingerprint))) for t, c in row.cells.items()}
+    return replace(row, cells=cells)
 
 
 def beside_controls(pretrained: Iterable[Row], rows: Iterable[Row]) -> list[Pretrained]:

@@ -22,6 +22,7 @@ import numpy as np
 from lra.config import config_hash, fill
 from lra.files import write_atomically, write_new
 from lra.results import stored
+from lra.tasks.task import DataKind
 
 SCHEMA_VERSION = 1
 # When the schema changes: raise SCHEMA_VERSION and add a function here, under the version before,
@@ -78,7 +79,7 @@ class Point(_Step, total=False):
 class Protocol:
     """What a number means."""
 
-    data: Literal["files", "generated", "synthetic", "partial"]
+    data: DataKind
     budget: Literal["full", "reduced"]
     validation: str
     selection: str

@@ -64,7 +64,7 @@ def measure(task: Task, dataset: Dataset) -> Floors:
     floors = [*label_rules(task, dataset), nearest_mean(task, dataset)]
     if not unavailable():
         floors += [linear(view, task, dataset) for view in views(task)]
-    data = Data(dataset.meta["source"], dataset.fingerprint, sizes)
+    data = Data(dataset.meta["source"], task.data_kind(sizes), dataset.fingerprint, sizes)
     return Floors(task.name, data, floors)
 
 

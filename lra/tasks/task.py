@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -17,6 +17,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 SPLITS = ("train", "val", "test")
+
+
+DataKind = Literal["files", "generated", "synthetic", "partial"]
 
 
 class Example(NamedTuple):
@@ -81,6 +84,15 @@ class Task(ABC):
     def deviations(self) -> list[str]:
         """How the data differ from the benchmark's own, e.g. other generator limits; [] if not."""
         return []
+
+    def data_kind(self, num_examples: Mapping[str, int]) -> DataKind:
+        """`kind`; `partial` where data of these sizes by split are not what the benchmark has."""
+        whole = not self.official_sizes or num_examples == self.official_sizes
+        return (
+            self.kind
+            if self.kind == "synthetic" or (whole and not self.deviations())
+            else "partial"
+        )
 
     @abstractmethod
     def describe_source(self) -> str:

@@ -19,8 +19,10 @@ from lra.results import efficiency, latex, leaderboard, papers, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import (
     FAIL,
+    MARKS,
     TASKS,
     Board,
+    Cell,
     Options,
     Row,
     build,
@@ -316,7 +318,7 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
     scores = {name: made_up_score(right) for name, right in (("a", 0.15), ("b", 0.37))}
     rules = [Floor(name, f"answer {name}", score, score) for name, score in scores.items()]
     records = seeds("luna", 0.37, 0.371, 0.37) + seeds("softmax", 0.50)
-    data = Data("s", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+    data = Data("s", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
     text = tables.results_section(build(records, floors=[Floors("listops", data, rules)]))
     assert text.startswith("On ListOps, rules without a sequence model are right in 15.00 % (answer"
                            " a; 2 of 2 rows above) and 37.00 % (answer b, on validation the best of"
@@ -343,21 +345,73 @@ def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> Non
     scores = {"the first": 0.15, "a classifier (tried 1, 2)": 0.2, "the best": 0.37, "a last": 0.1}
     rules = [Floor(n, n, made_up_score(a), made_up_score(a)) for n, a in scores.items()]
     records = seeds("luna", 0.37, 0.371, 0.37)
-    data = Data("our_files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
-    elsewhere = dataclasses.replace(data, fingerprint="f" * 64)
+    data = Data("our_files", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+    elsewhere = dataclasses.replace(data, fingerprint="f" * 64, kind="partial")
     floors = [Floors("listops", data, rules), Floors("text", elsewhere, rules[:1])]
     text = tables.markdown(build(records, floors=floors))
-    section = text.partition("## Rules without a sequence model\n")[2]
-    assert [row for row in markdown_rows(section) if len(row) in (3, 4)] == [
-        ["Rule", "Val", "Test", "Rows above, of 1"],
-        *([n, percent(100 * a), percent(100 * a), "01"[a < 0.3]] for n, a in scores.items()),
-        ["Rule", "Val", "Test"],
-        ["the first", "15.00", "15.00"],
+    whole, *by_task = text.partition("## Without long range\n")[2].split("### Rules on ")
+    figures = ["15.00 ± 0.80", "20.00 ± 0.89", "37.00 ± 1.08", "10.00 ± 0.67"]
+    assert markdown_rows(whole) == [
+        ["Rule or model", "Reach", "ListOps", "Text"],
+        ["the first", "", figures[0], "15.00 ± 0.80 (partial)"],
+        ["a classifier (tried 1, 2)", "", figures[1], ""],
+        ["the best", "", figures[2], ""],
+        ["a last", "", figures[3], ""],
     ]
-    assert section.count("Accuracy in percent. Data: our_files.") == 2
+    assert re.findall(r"\*\*(.*?)\*\*", whole) == ["15.00 ± 0.80 (partial)", figures[2]]
+    assert [markdown_rows(part) for part in by_task] == [
+        [
+            ["Rule", "Val", "Test", "Rows above, of 1"],
+            *([n, f, f, "01"[scores[n] < 0.3]] for n, f in zip(scores, figures, strict=True)),
+        ],
+        [["Rule", "Val", "Test"], ["the first", figures[0], figures[0]]],
+    ]
+    assert "Data: our_files.\n" in by_task[0] and "Data: our_files (partial).\n" in by_task[1]
     # README names two of four, without what was tried.
     assert "a last" not in tables.results_section(build(records, floors=floors))
-    assert "## Rules" not in tables.markdown(build(records))
+    assert "Without long range" not in tables.markdown(build(records))
+
+
+def test_a_mark_says_that_a_score_is_not_above_the_best_rule() -> None:
+    score = made_up_score(0.37)
+    rule = Floor("first_token", "the first", score, score)
+    best = Floor("weak", "weak on validation", made_up_score(0.1), made_up_score(0.99))
+    hits_N = np.arange(2000) < 740
+
+    def cell(*gains: int, lost: int = 0, status: str = "completed") -> Cell:
+        """Seeds that are right on so many more examples than the rule, and wrong on `lost`."""
+        records = []
+        for seed, more in enumerate(gains):
+            correct_N = hits_N | (np.arange(2000) >= 2000 - more)
+            correct_N[:lost] = False
+            records.append(make_record(seed=seed, correct=correct_N, status=status))
+        data = Data("s", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+        floors = [Floors("listops", data, [rule, best])]
+        (row,) = build(records, floors=floors).rows
+        assert row.cells["listops"].rule == rule  # the best on validation
+        return row.cells["listops"]
+
+    assert "b" in cell(0).marks and "b" in cell(0, lost=50).marks
+    assert "b" in cell(7).marks and "b" not in cell(8).marks  # p = 0.016 and 0.008
+    assert "b" in cell(20, lost=8).marks and "b" not in cell(30, lost=8).marks  # 0.04, 0.0005
+    # Seeds together: an example counts once, however many seeds have it right.
+    assert "b" in cell(7, 7, 7).marks and "b" not in cell(0, 0, 8).marks
+    assert "b" in cell(50, status="at_chance").marks
+    row = Row("luna", "nystromformer", "", {"listops": cell(0)})
+    assert ("b", MARKS["b"]) in tables.footnotes([row])
+    assert "b" not in Cell(cell(0).runs).marks  # no rules were measured
+
+
+def test_models_of_bounded_reach_stand_beside_the_rules_with_their_reach() -> None:
+    near = [dataclasses.replace(r, reach=[7, 7]) for r in seeds("conv", 0.3)]
+    far = [dataclasses.replace(r, reach=[1, 2]) for r in seeds("conv", 0.4, task="text")]
+    text = tables.markdown(build([*near, *far, *seeds("luna", 0.5)]))
+    section = text.partition("## Without long range\n")[2].partition("##")[0]
+    assert markdown_rows(section) == [
+        ["Rule or model", "Reach", "ListOps", "Text"],
+        ["conv, nystromformer", "7 a layer, 14 in all; 1 + 2 a layer, 3 in all", "30.00 (1)",
+         "40.00 (1)"],
+    ]  # fmt: skip
 
 
 def made_up_score(accuracy: float) -> Score:

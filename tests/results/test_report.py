@@ -217,7 +217,7 @@ def test_rules_are_lines_where_the_runs_have_their_data() -> None:
     def drawn(fingerprint: str, task: str = "listops") -> tuple[list[str], str]:
         scores = {n: Score(a, 2000, pack_correct(np.arange(2000) < 2000 * a))
                   for n, a in (("a", 0.25), ("between", 0.3), ("b (of 3)", 0.5))}  # fmt: skip
-        data = Data("s", fingerprint, {"val": 2000, "test": 2000})
+        data = Data("s", "files", fingerprint, {"val": 2000, "test": 2000})
         rules = [Floor(n, f"rule {n}", score, score) for n, score in scores.items()]
         figure = figures.learning_curves(
             build([run]).rows, figures.model_styles(["luna"]), [Floors(task, data, rules)]
