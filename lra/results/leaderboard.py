@@ -192,13 +192,15 @@ class Cell:
     def is_above(self, rule: Floor) -> bool | None:
         """Whether a sign test over test examples says so at 99 %; None where hits are not known.
 
-        Of several seeds, an example counts for the side that is right more often on it.
+        Of several seeds, an example counts as right where most of them are, as nothing at a tie:
+        what single seeds get right by luck would add up otherwise.
         """
         rule_N = rule.test.correct_N
         if {len(correct_N) for correct_N in self.correct.values()} != {len(rule_N)}:
             return None
-        gain_N = np.mean(list(self.correct.values()), axis=0) - rule_N
-        z, p = sign_test(int((gain_N > 0).sum()), int((gain_N < 0).sum()))
+        share_N = np.mean(list(self.correct.values()), axis=0)
+        only_run_N, only_rule_N = (share_N > 0.5) & ~rule_N, (share_N < 0.5) & rule_N
+        z, p = sign_test(int(only_run_N.sum()), int(only_rule_N.sum()))
         return not self.failed and z > 0 and p < 0.01
 
     @property
