@@ -6,7 +6,8 @@ python scripts/probe.py outputs/RUN_ID outputs/OTHER --examples=500
 On the test split of the run's own data. Writes <paths.results>/probes/RUN_ID.json, which
 scripts/make_tables.py turns into pictures, and prints:
 
-    beside each rule of results/floors/ (scripts/floors.py): a sign test, example by example
+    beside each rule of results/floors/ (scripts/floors.py): a sign test, example by example; beside
+        the rule that it is most alike, by class too
     accuracy where only the first, the last, or some other tokens are shown
     accuracy after blocks of tokens were shuffled, or tokens within blocks
     how much outputs change by their distance from a replaced token, before training and after
@@ -54,6 +55,13 @@ def report(found: stored.Probes) -> str:
             ["Rule", "Alike", "Only the run", "Only the rule", "z", "p"],
             [[a.name, percent(a.agreement), str(a.only_run), str(a.only_floor), f"{a.z:+.1f}",
               f"{a.p:.2g}"] for a in overall],
+        ).markdown())  # fmt: skip
+        nearest = max(overall, key=lambda a: a.agreement).name
+        parts.append(Table(
+            [f"Class, beside {nearest}", "Examples", "Alike", "Only the run", "Only the rule", "p"],
+            [[str(a.label), f"{a.num_examples:,}", percent(a.agreement), str(a.only_run),
+              str(a.only_floor), f"{a.p:.2g}"]
+             for a in found.floors if a.name == nearest and a.label is not None],
         ).markdown())  # fmt: skip
     sizes = sorted({w.size for w in found.windows})
     by_place = {(w.size, w.place): percent(w.accuracy, w.error) for w in found.windows}
