@@ -11,6 +11,12 @@ from pathlib import Path
 from lra.script import EXIT_USAGE  # lra comes first: it says what to do where packages are missing
 
 # isort: split
+if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
+    from lra.help import help_text
+    from lra.script import run_script
+
+    run_script(lambda: print(help_text()))
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
