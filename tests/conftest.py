@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
     result = yield
     costs[item.nodeid] = processor_time() - before
     return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker process of pytest-xdist hands on what its tests cost."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["costs"] = costs
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker process has ended; one that was killed leaves nothing."""
+    costs.update(getattr(node, "workeroutput", {}).get("costs", {}))
 
 
 def pytest_terminal_summary(

@@ -46,6 +46,9 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     # The copy's own modules, wherever the installed package lies.
+    if arguments[:2] == ("-m", "pytest"):
+        code = "import pytest, sys; sys.exit(pytest.main(sys.argv[1:]))"
+        arguments = ("-c", code, *arguments[2:])
     if arguments[0] != "-m":
         path = {"PYTHONPATH": str(folder)}
         return programs.call(*arguments, cwd=folder, env=path, root=folder)

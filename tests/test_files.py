@@ -269,21 +269,21 @@ def test_what_the_group_cannot_use_is_named_with_the_way_out(shared: Path) -> No
 
 @needs_root
 def test_a_ready_cache_that_is_only_read_is_checked_once(
-    shared: Path, capfd: pytest.CaptureFixture[str]
+    shared: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    place = shared / "tmp"
+    place.mkdir()
+    place.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
     assert as_user(shared, 5001, 5000) == str(SIZES["train"])
     shutil.rmtree(shared / "cache" / "fingerprints")
     (shared / "cache").chmod(0o755)
-    memory = Path(tempfile.gettempdir()) / "lra-fingerprints-5002"
-    shutil.rmtree(memory, ignore_errors=True)
     capfd.readouterr()
-    try:
-        for checks in (1, 0, 0):
-            assert as_user(shared, 5002, 5000) == str(SIZES["train"])
-            assert capfd.readouterr().err.count("checking every byte") == checks
-        memory.chmod(0o777)
-        os.chown(memory, 5003, 5003)  # somebody else's memory is not believed
+    for checks in (1, 0, 0):
         assert as_user(shared, 5002, 5000) == str(SIZES["train"])
-        assert capfd.readouterr().err.count("checking every byte") == 1
-    finally:
-        shutil.rmtree(memory)
+        assert capfd.readouterr().err.count("checking every byte") == checks
+    memory = place / "lra-fingerprints-5002"
+    memory.chmod(0o777)
+    os.chown(memory, 5003, 5003)  # somebody else's memory is not believed
+    assert as_user(shared, 5002, 5000) == str(SIZES["train"])
+    assert capfd.readouterr().err.count("checking every byte") == 1

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
 from lra.cli import CONFIGS, GROUPS, compose_config, unknown_key
 from lra.config import flatten
-from scripts.keys import all_keys, select, show
+from scripts.keys import all_keys, class_comments, select, show
 
 CHOICES = [
     f"{group}={path.stem}" for group in GROUPS for path in sorted((CONFIGS / group).glob("*.yaml"))
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def read_once() -> Iterator[None]:
+    """The comments of a class, which are the same for every choice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scripts.keys.class_comments", functools.cache(class_comments))
+        yield
 
 
 @pytest.mark.parametrize("choice", CHOICES)

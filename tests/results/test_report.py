@@ -503,6 +503,7 @@ class TestInTheBrowser:
 
 
 @pytest.mark.slow
+@pytest.mark.timed
 def test_five_thousand_records_in_twenty_seconds_and_five_megabytes(tmp_path: Path) -> None:
     models = ["softmax", "luna", "nystromformer", "fastformer", *(f"model{i}" for i in range(6))]
     curve = [{"step": 50 * i, "train_loss": 1.0, "val_loss": 1.0, "lr": 1e-4,

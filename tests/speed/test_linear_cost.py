@@ -34,7 +34,7 @@ LINEAR = {
 }
 SOFTMAX = ["model=softmax"]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
 
 def build(overrides: list[str]) -> Classifier:

@@ -26,15 +26,15 @@ PLAIN = [
     *TINY,
     "shape.dropout=0.0",
     "shape.attention_dropout=0.0",
-    "train.num_steps=50",
-    "train.eval_every=25",
+    "train.num_steps=20",  # more than an epoch
+    "train.eval_every=10",
 ]
 
 
 def losses(folder: Path) -> list[float]:
     (path,) = folder.glob("outputs/*/metrics.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 51))
+    assert [r["step"] for r in rows if r["split"] == "train"] == list(range(1, 21))
     return [r["loss"] for r in rows if r["split"] == "train"]
 
 
@@ -118,7 +118,7 @@ def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> 
     (tmp_path / "failing.py").write_text(FAILING)
     process = programs.call(
         "run.py", *TINY, *TWO, "model=softmax", "model._target_=failing.Fails", cwd=tmp_path,
-        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, fork=True,
     )  # fmt: skip
     assert process.returncode == 1, process.stderr
     record = read_record(tmp_path, "failing")
