@@ -231,7 +231,8 @@ def record_of(
             test_correct_N=test.correct_N,
         )  # fmt: skip
         speed = speed_block(
-            wall_time_s=wall_time_s, train_time_s=state.train_time_s, steps=state.timed_steps,
+            wall_time_s=wall_time_s, train_time_s=state.train_time_s,
+            eval_time_s=state.eval_time_s, steps=state.timed_steps,
             examples=state.timed_examples, tokens=state.timed_tokens, max_lr=state.max_lr,
         )  # fmt: skip
         curve = curve_block(state.curve)

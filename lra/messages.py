@@ -90,6 +90,15 @@ def introduction(
     return said
 
 
+def evaluation_share(record: Record) -> str:
+    """How much of training and evaluating is evaluating, earlier starts of the run included."""
+    in_training, in_evaluation = (record.speed.get(f"{k}_time_s") for k in ("train", "eval"))
+    if not in_training or not in_evaluation:
+        return ""
+    share = in_evaluation / (in_training + in_evaluation)
+    return f", evaluation share {100 * share:.0f} %"
+
+
 def conclusion(record: Record, path: Path, others: list[tuple[Path, Record]]) -> Iterator[str]:
     """How the run ended, in a table with what is published, and how it compares with `others`."""
     from lra.results.leaderboard import load_published, task_table
@@ -103,6 +112,7 @@ def conclusion(record: Record, path: Path, others: list[tuple[Path, Record]]) ->
             f"{record.status}: test accuracy {percent(100 * test.accuracy)} % on "
             f"{test.num_examples:,} examples, step {record.result.step} "
             f"({record.protocol.selection}); {duration(record.speed['wall_time_s'] or 0)} in all"
+            + evaluation_share(record)
         )
         yield task_table([record], load_published(), record.task, record.run_id)
         if record.pretraining:

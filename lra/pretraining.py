@@ -246,8 +246,8 @@ def _train(
         "curve": curve_block(state.curve),
         "speed": speed_block(
             wall_time_s=state.train_time_s, train_time_s=state.train_time_s,
-            steps=state.timed_steps, examples=state.timed_examples, tokens=state.timed_tokens,
-            max_lr=state.max_lr,
+            eval_time_s=state.eval_time_s, steps=state.timed_steps,
+            examples=state.timed_examples, tokens=state.timed_tokens, max_lr=state.max_lr,
         ),
         "peak_memory_bytes": hardware.peak_memory_bytes(),
         "hardware": hardware.describe(result.micro_batch_size),

@@ -58,6 +58,7 @@ def speed_block(
     *,
     wall_time_s: float,
     train_time_s: float = 0.0,
+    eval_time_s: float | None = None,
     steps: int = 0,
     examples: int = 0,
     tokens: int = 0,
@@ -68,6 +69,7 @@ def speed_block(
     Args:
         wall_time_s: of the whole run, data and evaluations included.
         train_time_s, steps, examples, tokens: of the timed steps alone.
+        eval_time_s: of all evaluations on the validation split.
     """
     seconds = train_time_s if steps else None
 
@@ -79,6 +81,7 @@ def speed_block(
         "examples_per_s": rate(examples),
         "tokens_per_s": rate(tokens),
         "train_time_s": seconds,
+        "eval_time_s": eval_time_s,
         "wall_time_s": wall_time_s,
         "max_lr": max_lr,
     }

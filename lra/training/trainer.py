@@ -60,6 +60,7 @@ class State:
     curve: list[dict[str, float]] = field(default_factory=list)
     max_lr: float = 0.0
     train_time_s: float = 0.0  # of the timed steps; evaluation and saving left out
+    eval_time_s: float = 0.0  # of evaluations on the validation split
     timed_steps: int = 0
     timed_examples: int = 0
     timed_tokens: int = 0
@@ -213,7 +214,7 @@ def train(
             log(rows)
 
     def evaluate_on(split: TokenArrays | HiddenTokens) -> Metrics:
-        name = "test" if split is data.test else "validation"
+        name, begun = "test" if split is data.test else "validation", time.monotonic()
         network = forward if is_alone else model
         with progress.counting(name, len(split)) as show:
 
@@ -225,6 +226,8 @@ def train(
             metrics = evaluate(
                 network, split, hardware, batch_size=micro_batch_size, pad_to=pad_to, check=between
             )
+        if split is data.val:
+            state.eval_time_s += time.monotonic() - begun
         # The last step may break the weights, and no training loss after it would show that.
         if not math.isfinite(metrics.loss):
             raise Diverged(f"step {state.step}: the {name} loss is {metrics.loss}; {REMEDY}")

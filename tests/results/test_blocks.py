@@ -16,10 +16,17 @@ POINT = {"step": 4, "train_loss": 0.7, "val_accuracy": 0.5, "val_loss": 0.6, "lr
 
 def test_speed_is_of_the_timed_steps() -> None:
     found = speed_block(
-        wall_time_s=9.0, train_time_s=4.0, steps=8, examples=32, tokens=400, max_lr=0.1
+        wall_time_s=9.0,
+        train_time_s=4.0,
+        eval_time_s=2.0,
+        steps=8,
+        examples=32,
+        tokens=400,
+        max_lr=0.1,
     )
     assert found == {"steps_per_s": 2.0, "examples_per_s": 8.0, "tokens_per_s": 100.0,
-                     "train_time_s": 4.0, "wall_time_s": 9.0, "max_lr": 0.1}  # fmt: skip
+                     "train_time_s": 4.0, "eval_time_s": 2.0, "wall_time_s": 9.0,
+                     "max_lr": 0.1}  # fmt: skip
     unknown = speed_block(wall_time_s=9.0)
     assert unknown == dict.fromkeys(found) | {"wall_time_s": 9.0}
     assert list(unknown) == list(found)
