@@ -27,11 +27,13 @@ from lra.results import (  # noqa: E402
     latex,
     leaderboard,
     papers,
+    probe_figures,
     records,
     report,
     tables,
 )
 from lra.results.floors import load_all as load_floors  # noqa: E402
+from lra.results.probes import load_all as load_probes  # noqa: E402
 from lra.script import run_script  # noqa: E402
 from lra.speed import benchmarks  # noqa: E402
 
@@ -57,7 +59,8 @@ def generate(
     runs, warnings = records.load_all(results)
     bench, more = benchmarks.load_benchmarks(results)
     floors, damaged = load_floors(results)
-    more += damaged
+    probes, unreadable = load_probes(results)
+    more += damaged + unreadable
     published = leaderboard.load_published(_own_or_ours(results, "published.csv"))
     published_speed = efficiency.load_efficiency(_own_or_ours(results, "published_efficiency.csv"))
     check_names(options, runs, published)
@@ -65,7 +68,8 @@ def generate(
     board = leaderboard.build(runs, published, options, floors)
     bench = [replace(b, cells=[c for c in b.cells if options.shows(c.model)]) for b in bench]
     published_speed = [e for e in published_speed if options.published and options.shows(e.model)]
-    for message in [*warnings, *more, *board.notes]:
+    probed, strays = probe_figures.beside_records(probes, runs, options)
+    for message in [*warnings, *more, *board.notes, *strays]:
         say(message)
     # Messages name files relative to the results folder, so that they are the same everywhere.
     skipped = [
@@ -79,6 +83,8 @@ def generate(
     }
     titled = [("Published accuracy", tables.published_table(board.published, board.options))]
     titled = titled if board.published else []
+    if (bounded := tables.bounded_table(board)).rows:
+        titled.insert(0, ("Without long range: rules, and models of bounded reach", bounded))
     for paper in papers.PAPERS:
         if board.published:
             titled.append((paper.title, papers.paper_table(paper, board.published, board.rows)))
@@ -91,14 +97,14 @@ def generate(
 
     missing = figures.unavailable()
     if with_figures and not missing:
-        files |= {
-            f"figures/{k}": v
-            for k, v in figures.draw(board.rows, bench, board.floors, board.pretrained).items()
-        }
+        drawn = figures.draw(board.rows, bench, board.floors, board.pretrained)
+        drawn |= probe_figures.draw(probed, floors)
+        files |= {f"figures/{k}": v for k, v in drawn.items()}
     else:  # the page keeps the figures that lie there
         say(missing or "figures left as they are")
         files |= {f"figures/{p.name}": p.read_bytes() for p in out.glob("figures/*.svg")}
-    names = sorted(files, key=lambda name: ("benchmark" in name, name))
+    last = ("figures/benchmark", "figures/influence", "figures/windows")  # from the end
+    names = sorted(files, key=lambda name: ([name.startswith(kind) for kind in last], name))
     svgs = {Path(name).stem: files[name] for name in names if name.endswith(".svg")}
     pictures = {figures.caption(v) or k: v for k, v in svgs.items() if isinstance(v, bytes)}
     files["report.html"] = report.page(board, runs, pictures, titled + speed)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lra.config import config_hash
+from lra.results.probes import Influence, Probes, Shuffle, Window
 from lra.results.records import (
     Pretraining,
     Protocol,
@@ -199,6 +200,30 @@ def benchmark_values(device: str = "cuda", **fields: Any) -> dict[str, Any]:
               "precision": "float32", "batch_size": 8, "cells": cells,
               "environment": {"torch": "2.13.0"}}  # fmt: skip
     return values | fields
+
+
+def make_probes(record: Record, *, reach: int | None = None) -> Probes:
+    """Probes of a run that needs its first 64 tokens; past `reach` its outputs do not change."""
+    accuracy = record.result.test.accuracy if record.result else 0.5
+    shown = {size: accuracy * min(1, (2 + size / 16) / 6) for size in (16, 32, 64, 128, 256)}
+    windows = [
+        Window(size, place, share * much, 0.01)  # type: ignore[arg-type]
+        for size, share in shown.items()
+        for place, much in (("first", 1), ("last", 0.5), ("best", 1), ("mean", 0.8))
+    ]
+    shuffles = [Shuffle(block, "blocks", accuracy * 0.6, 0.02) for block in (1, 2, 4)]
+    shuffles += [Shuffle(block, "within", accuracy * 0.7, 0.02) for block in (2, 4)]
+    influence = []
+    for distance in (0, 1, 2, 4, 8, 16, 32):
+        change = 0.0 if reach is not None and distance > reach else 0.5 / (1 + distance)
+        values = (change, change / 9, 0.01, 0.001, change / 2)
+        influence.append(Influence(distance, *(values if distance < 32 else [None] * 5)))
+    return Probes(
+        run_id=record.run_id, task=record.task, model=record.model,
+        fingerprint=record.data["fingerprint"], step=100, seed=0, reach=reach, num_examples=200,
+        accuracy=accuracy, error=0.03, seconds=1.5, floors=[], windows=windows, shuffles=shuffles,
+        influence=influence, attention=[],
+    )  # fmt: skip
 
 
 def markdown_rows(text: str) -> list[list[str]]:

@@ -74,7 +74,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
     tasks = _with_results(rows)
     counted = any(r.peak_memory_bytes for row in rows for c in row.cells.values() for r in c.runs)
     title = "Test accuracy against training speed" + " (bubble area: peak memory)" * counted
-    figure, panels = _panels(title, *_grid(len(tasks)))
+    figure, panels = make_panels(title, *_grid(len(tasks)))
     bars = any(cell.std for row in rows for cell in row.cells.values())
     figure.set_label(
         "Test accuracy against training speed, by task."
@@ -108,7 +108,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
                       transform=axes.transAxes)  # fmt: skip
         if devices:
             axes.set_xscale("log")
-            _plain_log(axes.xaxis)
+            plain_log(axes.xaxis)
             axes.tick_params(axis="x", rotation=30)
         axes.margins(0.2)
         where = "".join(devices)[:60] if len(devices) < 2 else "on different devices or threads"
@@ -145,7 +145,9 @@ def learning_curves(
     """
     several = len({row.recipe for row in rows}) > 1
     tasks = _with_results(rows)
-    figure, panels = _panels("Validation accuracy while training, each seed", *_grid(len(tasks)))
+    figure, panels = make_panels(
+        "Validation accuracy while training, each seed", *_grid(len(tasks))
+    )
     figure.set_label(RUNS)
     for task, axes in _by_task(tasks, panels):
         cells = _chosen(rows, task)
@@ -178,7 +180,7 @@ def learning_curves(
 def self_pretraining(pretrained: Sequence[Pretrained], styles: dict[str, dict[str, Any]]) -> Figure:
     """Both phases by task: loss of the first by step, then accuracy by examples seen in both."""
     tasks = list(dict.fromkeys(p.task for p in pretrained))
-    figure, panels = _panels("Self-pretraining and its controls, each seed", 2, len(tasks))
+    figure, panels = make_panels("Self-pretraining and its controls, each seed", 2, len(tasks))
     figure.set_label(
         "Self-pretraining by task. Above: validation loss of the first phase. Below: validation "
         "accuracy by training examples of both phases; in grey the controls from scratch."
@@ -233,7 +235,7 @@ def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure
         ("peak memory (GiB)", lambda c: c.peak_memory_bytes and c.peak_memory_bytes / 2**30),
     ]
     quantities = [q for q in quantities if any(q[1](c) for c in benchmark.cells)]
-    figure, panels = _panels(benchmark.title, len(modes), len(quantities))
+    figure, panels = make_panels(benchmark.title, len(modes), len(quantities))
     shown = " and ".join(title.partition(" (")[0] for title, _ in quantities)
     figure.set_label(f"By sequence length, {benchmark.name}: {shown}.")
     for axes, (mode, (title, read)) in zip(
@@ -253,7 +255,7 @@ def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure
                       markersize=5, label=label, **styles[model])  # fmt: skip
         lengths = sorted({c.length for c in benchmark.cells})
         axes.set_yscale("log")
-        _plain_log(axes.yaxis)
+        plain_log(axes.yaxis)
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(n) for n in lengths], rotation=30)
         axes.set_xlabel("sequence length (tokens)")
@@ -271,7 +273,8 @@ def _grid(num_panels: int) -> tuple[int, int]:
     return -(-num_panels // 3), min(num_panels, 3)
 
 
-def _panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Figure, list[Axes]]:
+def make_panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Figure, list[Axes]]:
+    """A figure with a title, and its axes row by row."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -291,7 +294,7 @@ def _by_task(tasks: Sequence[str], panels: Sequence[Axes]) -> Iterable[tuple[str
     return zip(tasks, panels, strict=False)
 
 
-def _plain_log(axis: Axis) -> None:
+def plain_log(axis: Axis) -> None:
     """Plain numbers at 1, 2 and 5 of each decade of a log axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 

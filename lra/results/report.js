@@ -87,9 +87,10 @@ function drawBoard(filter) {
     const cell = (row, task) => {
       const found = row.cells[task];
       if (!found) return "";
+      const name = `${row.model} on ${data.titles[task]}`;
       const label = found.best ? el("strong", null, found.text) : found.text;
-      return el("button", { type: "button", class: "cell", "aria-haspopup": "dialog",
-        onclick: () => open(`${row.model} on ${data.titles[task]}`, found.runs) }, label);
+      return el("div", null, el("button", { type: "button", class: "cell", "aria-haspopup": "dialog",
+        onclick: () => open(name, found.runs) }, label), strip(found.strip, name));
     };
     const averages = data.averages.map((title, i) => ({ title, number: true,
       value: (row) => row.averages[i], show: (row) => percent(row.averages[i]) }));
@@ -149,6 +150,28 @@ function describe(run) {
   return el("section", null, el("h3", null, run.id), curve(run), list);
 }
 
+function draw(tag, attributes, content) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (content !== undefined) node.textContent = content;
+  return node;
+}
+
+// A figure on a line from 0 to 100 %; the key below the leaderboard has the same marks.
+function strip(found, name) {
+  const words = `${name}: ${found.words}`;
+  const svg = draw("svg", { class: "strip", role: "img", "aria-label": words });
+  const line = (kind, from, to, y1, y2) => svg.append(draw("line", { class: kind, x1: `${from}%`, x2: `${to}%`, y1, y2 }));
+  svg.append(draw("title", {}, words));
+  line("scale", 0, 100, 8, 8);
+  for (const [kind, y1, y2] of [["chance", 8, 15], ["rule", 8, 15], ["published", 1, 8]]) {
+    if (kind in found) line(kind, found[kind], found[kind], y1, y2);
+  }
+  line("ends", ...found.ends, 8, 8);
+  svg.append(draw("circle", { cx: `${found.score}%`, cy: 8, r: 3 }));
+  return svg;
+}
+
 function curve(run) {
   const points = run.steps.split(",").map((step, i) => [Number(step), run.curve[i] / 100]);
   if (run.curve.length < 2) return null;
@@ -156,13 +179,6 @@ function curve(run) {
   const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
   const x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(...ys), y1 = Math.max(...ys, y0 + 0.1);
   const x = (v) => L + ((v - x0) / (x1 - x0 || 1)) * (W - L - R), y = (v) => H - B - ((v - y0) / (y1 - y0)) * (H - B - T);
-  const ns = "http://www.w3.org/2000/svg";
-  const draw = (tag, attributes, content) => {
-    const node = document.createElementNS(ns, tag);
-    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-    if (content !== undefined) node.textContent = content;
-    return node;
-  };
   const svg = draw("svg", { viewBox: `0 0 ${W} ${H}`, class: "curve", role: "img",
     "aria-label": `Validation accuracy by step, from ${percent(ys[0])} to ${percent(ys[ys.length - 1])} %, best ${percent(y1)} %` });
   svg.append(draw("line", { x1: L, x2: W - R, y1: H - B, y2: H - B }), draw("line", { x1: L, x2: L, y1: T, y2: H - B }),
@@ -196,7 +212,7 @@ function families(title, header, rows, columns) {
   return el("div", null, filters, box);
 }
 
-function draw() {
+function refresh() {
   const filter = Object.fromEntries(["recipe", "task", "status"].map((name) => [name, form.elements[name].value]));
   filter.text = form.elements.text.value.trim().toLowerCase();
   drawBoard(filter);
@@ -210,11 +226,11 @@ function choices(name, pairs) {
 choices("recipe", [...new Set(runs.map((run) => run.recipe))].sort().map((r) => [r, r]));
 choices("task", data.tasks.map((task) => [task, data.titles[task]]));
 choices("status", [...new Set(runs.map((run) => run.outcome))].sort().map((s) => [s, s]));
-form.addEventListener("input", draw);
+form.addEventListener("input", refresh);
 form.addEventListener("submit", (event) => event.preventDefault());
 document.getElementById("close").addEventListener("click", () => dialog.close());
 dialog.addEventListener("close", () => history.replaceState(null, "", location.pathname + location.search));
-draw();
+refresh();
 for (const [title, header, rows, numeric] of data.tables) {
   const columns = header.map((name, i) => ({ title: name, number: numeric[i], value: (row) => asNumber(row[i]), show: (row) => row[i] }));
   if (header[0] === "Model" && header[1] === "Variant") columns.splice(0, 2, ...modelAndVariant((row) => row[0], (row) => row[1]));

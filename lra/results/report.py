@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lra.config import flatten
+from lra.console import percent
 from lra.results.control import phase_text
 from lra.results.leaderboard import (
     FAMILIES,
@@ -40,6 +41,7 @@ from lra.results.tables import (
     pretrained_table,
     published_sections,
 )
+from lra.results.yardsticks import best_published, best_rule, chance
 
 FOLDER = Path(__file__).resolve().parent
 MAX_POINTS = 32  # of a curve
@@ -157,6 +159,7 @@ def content(
         for i, row in enumerate(members):
             cells = {
                 task: {"text": marked(cell), "value": None if cell.failed else cell.mean,
+                       "strip": strip(task, cell, board),
                        "best": (i, 2 + board.options.tasks.index(task)) in best,
                        "runs": [index[id(run)] for run in cell.runs]}
                 for task, cell in row.cells.items()
@@ -182,6 +185,31 @@ def content(
         "tables": [[title, t.header, t.rows, [t.is_numeric(j) for j in range(len(t.header))]]
                    for title, t in tables],
     }  # fmt: skip
+
+
+def strip(task: str, cell: Cell, board: Board) -> dict[str, Any]:
+    """A cell between its yardsticks, in percent and in words; `ends` are of all seeds' intervals.
+
+    A yardstick that is not known is left out.
+    """
+    tests = [r.result.test for r in cell.runs if r.result]
+    intervals = [wilson(test.accuracy, test.num_examples) for test in tests]
+    ends = [100 * min(low for low, _ in intervals), 100 * max(high for _, high in intervals)]
+    of = f"intervals of {len(tests)} seeds" if len(tests) > 1 else "interval"
+    words = [f"this {percent(cell.mean)} % (95 % {of} {ends[0]:.1f} to {ends[1]:.1f})"]
+    places: dict[str, Any] = {"score": cell.mean, "ends": ends}
+    for name, title, yardstick in (
+        ("chance", "chance", chance(task, cell.fingerprint, board.floors)),
+        ("rule", "best rule", best_rule(task, cell.fingerprint, board.floors)),
+        ("published", "best published", best_published(task, board.published)),
+    ):
+        if yardstick:
+            places[name] = yardstick.percent
+            words.append(f"{title} {percent(yardstick.percent)} % ({yardstick.whose})")
+    rounded = {
+        k: [round(x, 2) for x in v] if k == "ends" else round(v, 4) for k, v in places.items()
+    }
+    return rounded | {"words": "; ".join(words)}
 
 
 def describe(record: Record, outcome: str) -> dict[str, Any]:

@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from lra.results import tables
+from lra.results import figures, tables
 from lra.results.leaderboard import (
     Options,
     build,
     load_published,
 )
 from lra.results.papers import PAPERS
+from lra.results.probes import save as save_probes
 from lra.results.records import load_all, save
 from tests import programs
-from tests.made_up import make_record, write_sixty
+from tests.made_up import make_probes, make_record, write_sixty
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = importlib.util.spec_from_file_location("make_tables", ROOT / "scripts" / "make_tables.py")
@@ -78,6 +79,30 @@ def test_command_builds_checks_and_rebuilds_byte_for_byte(tmp_path: Path) -> Non
     assert "bad record: floors" in checked.stdout and "text.json: not a JSON" in checked.stdout
     assert "leaderboard.csv" in checked.stdout and "leaderboard.tex" not in checked.stdout
     assert (results / "leaderboard.csv").read_text() == "edited by hand\n"
+
+
+@pytest.mark.skipif(bool(figures.unavailable()), reason="matplotlib is missing")
+def test_probes_become_pictures_of_the_page_and_a_damaged_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = make_record()
+    path = save_probes(make_probes(record), tmp_path)
+    save(record, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["make_tables.py", "--results", str(tmp_path)])
+    assert SCRIPT.main() == 0
+    names = {p.name for p in (tmp_path / "figures").iterdir()}
+    assert {
+        f"{f}_listops.{kind}" for f in ("windows", "influence") for kind in ("svg", "png")
+    } < names
+    alts = re.findall('alt="(.*?)"', (tmp_path / "report.html").read_text())
+    assert [a.split(" on ")[0] for a in alts[2:]] == [
+        "Test accuracy", "Change of outputs at a distance from a replaced token"
+    ]  # fmt: skip
+    path.write_text("{")
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--check"])
+    assert SCRIPT.main() == 1
+    said = capsys.readouterr().out
+    assert f"bad record: probes/{path.name}: not a JSON file of probes" in said
 
 
 @pytest.fixture

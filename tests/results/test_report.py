@@ -21,7 +21,13 @@ from lra.results import efficiency, figures, report, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import FAMILIES, TASKS, Board, Options, build, load_published
 from lra.results.records import Record, pack_correct, save
+from lra.results.yardsticks import CLASSES, best_published
 from lra.speed.benchmarks import load_benchmarks
+from lra.tasks.image import Image
+from lra.tasks.listops import ListOps
+from lra.tasks.pathfinder import Pathfinder, PathX
+from lra.tasks.retrieval import Retrieval
+from lra.tasks.text import Text
 from tests import programs
 from tests.browser import CHROMIUM, Browser
 from tests.made_up import ACCURACY, benchmark_values, make_record, sixty_records, write_sixty
@@ -87,6 +93,34 @@ def test_the_page_holds_every_run_and_every_cell() -> None:
         "Synthetic data",
         "Older run of a setting and seed",
     } <= outcomes
+
+
+def test_a_strip_holds_each_figure_beside_chance_best_rule_and_print() -> None:
+    scores = [Score(a, 2000, pack_correct(np.arange(2000) < 2000 * a)) for a in (0.2, 0.3, 0.25)]
+    rules = [Floor(f"r{s.accuracy}", f"rule {s.accuracy} (x)", s, s) for s in scores]
+    records = [make_record(seed=seed, accuracy=0.36 + seed / 50) for seed in range(2)]
+    records += [make_record(t, "softmax", 0, status="at_chance") for t in ("pathx", "digitsum")]
+    data = Data("s", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+    board = build(records, load_published(), Options(), [Floors("listops", data, rules)])
+    rows = content(report.page(board, records, {}, []))["rows"]
+    strips = {task: cell["strip"] for row in rows for task, cell in row["cells"].items()}
+    assert {k: v for k, v in strips["listops"].items() if k != "words"} == {
+        "score": 37.0, "ends": [33.93, 40.15], "chance": 20.0, "rule": 30.0, "published": 63.85,
+    }  # fmt: skip
+    assert strips["listops"]["words"] == (
+        "this 37.00 % (95 % intervals of 2 seeds 33.9 to 40.1); chance 20.00 % (rule 0.2); best "
+        "rule 30.00 % (rule 0.3); best published 63.85 % (B2S6, as in B2S6, Block-Biased Mamba)"
+    )
+    # No rules measured, and a task of one's own, of which nothing is known.
+    assert (strips["pathx"]["chance"], strips["pathx"]["published"]) == (50, 98.58)
+    assert "real pixels" in strips["pathx"]["words"] and "rule" not in strips["pathx"]
+    assert strips["digitsum"].keys() == {"score", "ends", "words"}
+    theirs = [p for p in load_published() if p.family == "self-pretraining"]
+    assert best_published("listops", theirs) is None and theirs
+    assert all(
+        task_class.num_classes == CLASSES[task_class.name]
+        for task_class in (ListOps, Text, Retrieval, Image, Pathfinder, PathX)
+    )
 
 
 def test_published_rows_come_by_family_and_runs_say_how_they_read_pixels() -> None:
@@ -343,6 +377,21 @@ class TestInTheBrowser:
                 "[...document.querySelectorAll('#board tbody th')].map((e) => e.textContent)"
             )
             assert EVIL in names
+
+    def test_each_cell_has_a_strip_with_a_name_and_a_mark_for_each_number(
+        self, results_page: Path
+    ) -> None:
+        with Browser(width=360, height=740) as browser:
+            browser.open(results_page)
+            strips = "[...document.querySelectorAll('#board svg.strip')]"
+            cells = "document.querySelectorAll('#board button.cell').length"
+            assert browser.js(f"{strips}.length") == browser.js(cells) > 20
+            assert browser.js(
+                f"{strips}.every((e) => e.ariaLabel.includes(' % (95 % interval') "
+                "&& e.getBoundingClientRect().width >= 80)"
+            )
+            marks = browser.js(f'{strips}[0].innerHTML.match(/class="\\w+/g).join()')
+            assert marks.replace('class="', "") == "scale,chance,published,ends"
 
     def test_sorting_puts_empty_cells_last_both_ways(self, results_page: Path) -> None:
         with Browser() as browser:
