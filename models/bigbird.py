@@ -128,18 +128,16 @@ class BigBirdAttention(nn.Module):
         drawn = Drawn(
             [(real_BHGJ & is_there_HGJ)[:, :, :, None]], table_HGr.clamp(max=num_blocks - 1)
         )
-        y_BHLK = attend_pieces(
-            q_BHLK, k_BHLK, v_BHLK, [near, chosen, drawn], block_rows=rows, dropout=dropout
-        )
-        y_BHMK = attend(
-            q_BHLK.index_select(2, index_M),
+        return attend_pieces(
+            q_BHLK,
             k_BHLK,
             v_BHLK,
-            mask_BL,
-            query_mask_BL=mask_BL[:, index_M],
+            [near, chosen, drawn],
+            block_rows=rows,
             dropout=dropout,
+            open_M=index_M,
+            mask_BL=mask_BL,
         )
-        return y_BHLK.index_copy(2, index_M, y_BHMK)
 
 
 def draw_blocks(num_heads: int, num_blocks: int, last: int, num_random: int) -> Tensor:

@@ -68,11 +68,7 @@ class LongformerAttention(nn.Module):
         self, x_BLD: Tensor, mask_BL: Tensor, index_M: Tensor, is_global_BM: Tensor
     ) -> Tensor:
         """As `forward`, where position index_M[m] of example b is global if is_global_BM[b, m]."""
-        q_BHLK, k_BHLK, v_BHLK = (
-            rearrange(part, "b l (h k) -> b h l k", h=self.num_heads)
-            for part in self.qkv(x_BLD).chunk(3, dim=-1)
-        )
-        q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
+        q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         back, ahead = (self.window - 1) // 2, 0 if self.causal else self.window // 2
         rows = max(1, min(128, max(back, ahead)))
         before, after = -(-back // rows), -(-ahead // rows)

@@ -7,6 +7,7 @@ block, M keys that all blocks share, r blocks that are drawn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,7 @@ class Part:
     examples: slice
     heads: slice
     blocks: slice
+    is_open: bool = False  # those that read everything, instead
 
     def of(self, x_BHGRJ: Tensor) -> Tensor:
         """What belongs to them; a dimension of size 1 belongs to all."""
@@ -34,10 +36,38 @@ class Part:
         ]
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Rows of all heads in blocks, and in memory `margin` more rows before the first and behind."""
+
+    padded_PK: Tensor
+    sizes: Sequence[int]  # B, H, G, R, K
+    margin: int = 0
+
+    @property
+    def inside(self) -> Tensor:
+        """[B, H, G, R, K]."""
+        return self.padded_PK[self.margin : len(self.padded_PK) - self.margin].view(self.sizes)
+
+    def run(self, first: int, count: int) -> Tensor:
+        """Blocks in the order in which they lie; the first may be one of the margin."""
+        rows, width = self.sizes[3:]
+        start = self.margin + first * rows
+        return self.padded_PK[start : start + count * rows].view(count, rows, width)
+
+    def windows(self, first: int, count: int, num_blocks: int) -> Tensor:
+        """Without a copy: they overlap, so many blocks from each of a run on; [n, K, J]."""
+        rows = self.sizes[3]
+        start = self.margin + first * rows
+        x_PK = self.padded_PK[start : start + (count - 1 + num_blocks) * rows]
+        return x_PK.unfold(0, num_blocks * rows, rows)
+
+
 class Piece(Protocol):
     """Keys for the queries of each block.
 
-    Tensors in blocks are [B, H, G, R, K]: of keys all blocks, of queries the g blocks of a part.
+    Of keys there are all blocks, of queries [B, H, g, R, K] those of a part. `margin` is the number
+    of blocks that it needs in memory around the keys.
     `allowed` are bool masks that broadcast to the scores [B, H, G, R, J]; a key is read where all
     of them are True.
     """
@@ -45,18 +75,19 @@ class Piece(Protocol):
     @property
     def allowed(self) -> Sequence[Tensor]: ...
 
+    @property
+    def margin(self) -> int: ...
+
     def width(self, part: Part, rows: int) -> int:
         """J for blocks of R rows; the first so many of the keys in `allowed`."""
 
-    def scores(
-        self, q_BHgRK: Tensor, k_BHGRK: Tensor, part: Part, out: Tensor | None = None
-    ) -> Tensor:
+    def scores(self, q_BHgRK: Tensor, k: Blocks, part: Part, out: Tensor | None = None) -> Tensor:
         """Products of queries and keys, [B, H, g, R, J]; in `out` if there is one, contiguous."""
 
-    def combine(self, w_BHgRJ: Tensor, v_BHGRK: Tensor, part: Part) -> Tensor:
+    def combine(self, w_BHgRJ: Tensor, v: Blocks, part: Part) -> Tensor:
         """For each query, the sum of its values times weights, [B, H, g, R, K]."""
 
-    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, sum_BHGRK: Tensor, part: Part) -> None:
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, total: Blocks, part: Part) -> None:
         """The transpose of `combine`: add to each key its queries' x times weights."""
 
 
@@ -72,35 +103,35 @@ class Window:
     before: int = 0
     after: int = 0
 
+    @property
+    def margin(self) -> int:
+        return max(self.before, self.after)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of keys, for a block of queries."""
+        return self.before + 1 + self.after
+
     def width(self, part: Part, rows: int) -> int:
-        return (self.before + 1 + self.after) * rows
+        return self.num_blocks * rows
 
-    def scores(
-        self, q_BHgRK: Tensor, k_BHGRK: Tensor, part: Part, out: Tensor | None = None
-    ) -> Tensor:
-        return product(q_BHgRK, self._windows(k_BHGRK, part), out)
+    def scores(self, q_BHgRK: Tensor, k: Blocks, part: Part, out: Tensor | None = None) -> Tensor:
+        return product(q_BHgRK, self._windows(k, q_BHgRK, part), out)
 
-    def combine(self, w_BHgRJ: Tensor, v_BHGRK: Tensor, part: Part) -> Tensor:
-        y_nRK = torch.bmm(w_BHgRJ.flatten(0, 2), self._windows(v_BHGRK, part).mT)
+    def combine(self, w_BHgRJ: Tensor, v: Blocks, part: Part) -> Tensor:
+        y_nRK = torch.bmm(w_BHgRJ.flatten(0, 2), self._windows(v, w_BHgRJ, part).mT)
         return y_nRK.unflatten(0, w_BHgRJ.shape[:3])
 
-    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, sum_BHGRK: Tensor, part: Part) -> None:
-        w_nRJ, x_nRK, sum_NRK = (x.flatten(0, 2) for x in (w_BHgRJ, x_BHgRK, sum_BHGRK))
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, total: Blocks, part: Part) -> None:
+        w_nRJ, x_nRK = w_BHgRJ.flatten(0, 2), x_BHgRK.flatten(0, 2)
         first = part.blocks.start - self.before
-        for i, w_nRR in enumerate(w_nRJ.split(x_nRK.shape[1], dim=-1), start=first):
-            inside = slice(max(0, -i), len(sum_NRK) - i)
-            x = x_nRK[inside]
-            sum_NRK[max(0, i) :][: len(x)].baddbmm_(w_nRR[inside].mT, x)
+        for i, w_nRR in enumerate(w_nRJ.chunk(self.num_blocks, dim=-1), start=first):
+            total.run(i, len(x_nRK)).baddbmm_(w_nRR.mT, x_nRK)
 
-    def _windows(self, x_BHGRK: Tensor, part: Part) -> Tensor:
-        """[n, K, J], without a copy: windows overlap."""
-        num_blocks, rows = x_BHGRK.shape[2:4]
-        x_NRK = x_BHGRK.flatten(0, 2)
-        first = part.blocks.start - self.before
-        last = part.blocks.stop + self.after + len(x_NRK) - num_blocks
-        x_PK = x_NRK[max(0, first) : last].flatten(0, 1)
-        ends = max(0, -first) * rows, max(0, last - len(x_NRK)) * rows
-        return F.pad(x_PK, (0, 0, *ends)).unfold(0, (self.before + 1 + self.after) * rows, rows)
+    def _windows(self, x: Blocks, of_BHgRJ: Tensor, part: Part) -> Tensor:
+        """[n, K, J]."""
+        count = math.prod(of_BHgRJ.shape[:3])
+        return x.windows(part.blocks.start - self.before, count, self.num_blocks)
 
 
 @dataclass(frozen=True)
@@ -114,23 +145,25 @@ class Chosen:
     index_M: Tensor
     ends: Sequence[int] | None = None
 
+    @property
+    def margin(self) -> int:
+        return 0
+
     def width(self, part: Part, rows: int) -> int:
         return len(self._index(part))
 
-    def scores(
-        self, q_BHgRK: Tensor, k_BHGRK: Tensor, part: Part, out: Tensor | None = None
-    ) -> Tensor:
-        k_NKM = self._select(k_BHGRK, part).flatten(0, 1).mT
+    def scores(self, q_BHgRK: Tensor, k: Blocks, part: Part, out: Tensor | None = None) -> Tensor:
+        k_NKM = self._select(k.inside, part).flatten(0, 1).mT
         out_BHlM = None if out is None else out.flatten(2, 3)
         return product(q_BHgRK.flatten(2, 3), k_NKM, out_BHlM).unflatten(2, q_BHgRK.shape[2:4])
 
-    def combine(self, w_BHgRJ: Tensor, v_BHGRK: Tensor, part: Part) -> Tensor:
-        y_BHlK = w_BHgRJ.flatten(2, 3) @ self._select(v_BHGRK, part)
+    def combine(self, w_BHgRJ: Tensor, v: Blocks, part: Part) -> Tensor:
+        y_BHlK = w_BHgRJ.flatten(2, 3) @ self._select(v.inside, part)
         return y_BHlK.unflatten(2, w_BHgRJ.shape[2:4])
 
-    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, sum_BHGRK: Tensor, part: Part) -> None:
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, total: Blocks, part: Part) -> None:
         y_BHMK = w_BHgRJ.flatten(2, 3).mT @ x_BHgRK.flatten(2, 3)
-        sum_BHGRK.flatten(2, 3).index_add_(2, self._index(part), y_BHMK)
+        total.inside.flatten(2, 3).index_add_(2, self._index(part), y_BHMK)
 
     def _index(self, part: Part) -> Tensor:
         return self.index_M if self.ends is None else self.index_M[: max(self.ends[part.blocks])]
@@ -146,23 +179,25 @@ class Drawn:
     allowed: Sequence[Tensor]
     table_HGr: Tensor
 
+    @property
+    def margin(self) -> int:
+        return 0
+
     def width(self, part: Part, rows: int) -> int:
         return self.table_HGr.shape[2] * rows
 
-    def scores(
-        self, q_BHgRK: Tensor, k_BHGRK: Tensor, part: Part, out: Tensor | None = None
-    ) -> Tensor:
-        return product(q_BHgRK, self._select(k_BHGRK, part).mT, out)
+    def scores(self, q_BHgRK: Tensor, k: Blocks, part: Part, out: Tensor | None = None) -> Tensor:
+        return product(q_BHgRK, self._select(k.inside, part).mT, out)
 
-    def combine(self, w_BHgRJ: Tensor, v_BHGRK: Tensor, part: Part) -> Tensor:
-        y_nRK = torch.bmm(w_BHgRJ.flatten(0, 2), self._select(v_BHGRK, part))
+    def combine(self, w_BHgRJ: Tensor, v: Blocks, part: Part) -> Tensor:
+        y_nRK = torch.bmm(w_BHgRJ.flatten(0, 2), self._select(v.inside, part))
         return y_nRK.unflatten(0, w_BHgRJ.shape[:3])
 
-    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, sum_BHGRK: Tensor, part: Part) -> None:
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, total: Blocks, part: Part) -> None:
         y_nJK = torch.bmm(w_BHgRJ.flatten(0, 2).mT, x_BHgRK.flatten(0, 2))
-        index_nr = self._index(sum_BHGRK, part)
+        index_nr = self._index(total.inside, part)
         y_nrRK = y_nJK.unflatten(1, (-1, x_BHgRK.shape[3]))
-        sum_BHGRK.flatten(0, 2).index_add_(0, index_nr.flatten(), y_nrRK.flatten(0, 1))
+        total.inside.flatten(0, 2).index_add_(0, index_nr.flatten(), y_nrRK.flatten(0, 1))
 
     def _index(self, x_BHGRK: Tensor, part: Part) -> Tensor:
         """Numbers among all blocks, [n, r]."""
@@ -189,23 +224,53 @@ class Column:
 
     allowed: Sequence[Tensor]
 
+    @property
+    def margin(self) -> int:
+        return 0
+
     def width(self, part: Part, rows: int) -> int:
         return part.blocks.stop
 
-    def scores(
-        self, q_BHgRK: Tensor, k_BHGRK: Tensor, part: Part, out: Tensor | None = None
-    ) -> Tensor:
-        k_BHRKJ = k_BHGRK[:, :, : part.blocks.stop].permute(0, 1, 3, 4, 2)
+    def scores(self, q_BHgRK: Tensor, k: Blocks, part: Part, out: Tensor | None = None) -> Tensor:
+        k_BHRKJ = k.inside[:, :, : part.blocks.stop].permute(0, 1, 3, 4, 2)
         score_BHgRJ = (q_BHgRK.transpose(2, 3) @ k_BHRKJ).transpose(2, 3)
         return score_BHgRJ if out is None else out.copy_(score_BHgRJ)
 
-    def combine(self, w_BHgRJ: Tensor, v_BHGRK: Tensor, part: Part) -> Tensor:
-        v_BHRJK = v_BHGRK[:, :, : part.blocks.stop].transpose(2, 3)
+    def combine(self, w_BHgRJ: Tensor, v: Blocks, part: Part) -> Tensor:
+        v_BHRJK = v.inside[:, :, : part.blocks.stop].transpose(2, 3)
         return (w_BHgRJ.transpose(2, 3) @ v_BHRJK).transpose(2, 3)
 
-    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, sum_BHGRK: Tensor, part: Part) -> None:
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, total: Blocks, part: Part) -> None:
         y_BHRJK = w_BHgRJ.permute(0, 1, 3, 4, 2) @ x_BHgRK.transpose(2, 3)
-        sum_BHGRK[:, :, : part.blocks.stop] += y_BHRJK.transpose(2, 3)
+        total.inside[:, :, : part.blocks.stop] += y_BHRJK.transpose(2, 3)
+
+
+@dataclass(frozen=True)
+class Everything:
+    """All positions, for queries of which a head has a single block; J = G R."""
+
+    allowed: Sequence[Tensor]
+
+    @property
+    def margin(self) -> int:
+        return 0
+
+    def width(self, part: Part, rows: int) -> int:
+        return self.allowed[0].shape[-1]
+
+    def scores(self, q_BHgRK: Tensor, k: Blocks, part: Part, out: Tensor | None = None) -> Tensor:
+        return product(q_BHgRK, self._all(k).mT, out)
+
+    def combine(self, w_BHgRJ: Tensor, v: Blocks, part: Part) -> Tensor:
+        y_nRK = torch.bmm(w_BHgRJ.flatten(0, 2), self._all(v))
+        return y_nRK.unflatten(0, w_BHgRJ.shape[:3])
+
+    def spread(self, w_BHgRJ: Tensor, x_BHgRK: Tensor, total: Blocks, part: Part) -> None:
+        self._all(total).baddbmm_(w_BHgRJ.flatten(0, 2).mT, x_BHgRK.flatten(0, 2))
+
+    def _all(self, x: Blocks) -> Tensor:
+        """[B H, J, K]."""
+        return x.inside.flatten(2, 3).flatten(0, 1)
 
 
 def product(q_BHgRK: Tensor, k_NKJ: Tensor, out: Tensor | None) -> Tensor:

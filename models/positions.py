@@ -66,10 +66,8 @@ class Rotary(nn.Module):
         Args:
             qkv_BLE: the three side by side, E = 3 H K.
         """
-        q_BHLK, k_BHLK, v_BHLK = (
-            rearrange(part, "b l (h k) -> b h l k", h=num_heads)
-            for part in qkv_BLE.chunk(3, dim=-1)
-        )
+        split = split_heads if torch.compiler.is_compiling() else _Heads.apply
+        q_BHLK, k_BHLK, v_BHLK = split(qkv_BLE, num_heads)
         q_BHLK, k_BHLK = self(q_BHLK, k_BHLK, first=first)
         return q_BHLK, k_BHLK, v_BHLK
 
@@ -98,6 +96,39 @@ class Rotary(nn.Module):
             torch.promote_types(like.dtype, torch.float32),
             like.device,
         )
+
+
+def split_heads(qkv_BLE: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of three stacked maps; [B, H, L, K] each."""
+    q, k, v = rearrange(qkv_BLE, "b l (t h k) -> t b h l k", t=3, h=num_heads).unbind()
+    return q, k, v
+
+
+class _Heads(torch.autograd.Function):
+    """As `split_heads`; gradients that lie in memory as the three do are joined without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, qkv_BLE: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        return split_heads(qkv_BLE, num_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_BHLK: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        batch_size, num_heads, length, width = grads_BHLK[0].shape
+        whole = grads_BHLK[0]._base
+        if (
+            whole is not None
+            and whole.is_contiguous()
+            and whole.shape == (batch_size, length, 3, num_heads, width)
+            and all(
+                grad._base is whole
+                and grad.data_ptr() == part.data_ptr()
+                and grad.stride() == part.transpose(1, 2).stride()
+                for grad, part in zip(grads_BHLK, whole.unbind(dim=2), strict=True)
+            )
+        ):
+            return whole.flatten(2), None
+        return rearrange(list(grads_BHLK), "t b h l k -> b l (t h k)"), None
 
 
 @functools.lru_cache(maxsize=16)

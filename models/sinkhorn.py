@@ -6,13 +6,14 @@ so that a row depends neither on padding nor on the padded length: only blocks w
 balanced and means are taken over real tokens, and a sorted slot counts by its share of real ones.
 
 Shapes: B batch, L length, D d_model, H heads, K head dim, N blocks, S block size, J = 2 S slots
-that a block reads, T = 3 for query, key, value, E = H * K.
+that a block reads, T = 3 for query, key, value, E = H * K; X = H * N blocks of an example, P
+worked on together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,10 +25,12 @@ from torch.autograd.function import once_differentiable
 from models.dropout import Dropout, draw_kept, has_fast_path, keep_probability, side_by_side
 from models.layers import StackedLinear
 from models.positions import Rotary
+from models.ring_attention import LOG2_E, Memory, Take
 from models.shape import Shape
 
 Variant = Literal["sorted", "arena"]
 HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0
+PIECE_SIZE = 2**18  # logits that a thread forms at a time
 SMALLEST_SHARE = 1e-30  # of a slot that is there; far smaller ones float32 cannot divide by
 
 
@@ -120,38 +123,31 @@ class SinkhornAttention(nn.Module):
         """`attend_sorted`, on a CPU of each example on its own."""
         if not has_fast_path(qkv_TBHNSK):
             return self.attend_sorted(qkv_TBHNSK, mask_BNS)
-        p = self.dropout.p if self.training else 0.0
-        return _EachExample.apply(qkv_TBHNSK, mask_BNS, self.attend_sorted, p)
+        dtype = torch.promote_types(qkv_TBHNSK.dtype, torch.float32)
+        with torch.autocast("cpu", enabled=False):
+            wide_TBHNSK = qkv_TBHNSK.to(dtype)
+            share_BNS = mask_BNS.to(dtype)
+            share_BNS = share_BNS / share_BNS.sum(dim=2, keepdim=True).clamp(min=1)
+            mean_q, mean_k, _ = torch.einsum("bns,tbhnsk->tbhnk", share_BNS, wide_TBHNSK)
+            order_BHNN = self.balanced(mean_q, mean_k, mask_BNS)
+            p = self.dropout.p if self.training else 0.0
+            y_BHNSK = _EachExample.apply(wide_TBHNSK, order_BHNN, mask_BNS, p)
+        return y_BHNSK.to(qkv_TBHNSK.dtype)
 
-    def attend_sorted(
-        self,
-        qkv_TBHNSK: Tensor,
-        mask_BNS: Tensor,
-        dropout: Callable[[Tensor], Tensor] | None = None,
-    ) -> Tensor:
+    def attend_sorted(self, qkv_TBHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
         """Attention of each block to its own tokens and to those sorted to it, [B, H, N, S, K]."""
         qkv_TBHNSK = qkv_TBHNSK * mask_BNS[:, None, ..., None].to(qkv_TBHNSK.dtype)
         q_1BHNSK, kv_2BHNSK = qkv_TBHNSK.split([1, 2])
         q_BHNSK = q_1BHNSK[0]
         with torch.autocast(qkv_TBHNSK.device.type, enabled=False):
             order_BHNN = self.order(q_BHNSK, kv_2BHNSK[0], mask_BNS)
-            real_BNS = mask_BNS.to(order_BHNN.dtype)
-            share_BHNS = order_BHNN @ real_BNS[:, None] / order_BHNN.sum(dim=-1, keepdim=True)
-            # A slot of which a part is padding counts by the other part, as if it were there that
-            # many times; one with next to nothing else is not there.
-            is_hidden_BHNS = share_BHNS < SMALLEST_SHARE
-            share_BHNS = share_BHNS.masked_fill(is_hidden_BHNS, 1.0)
-            sorted_2BHNSK = sort_blocks(order_BHNN, kv_2BHNSK) / share_BHNS[..., None]
-            bias_BHNS = share_BHNS.log().masked_fill(is_hidden_BHNS, HIDDEN)
-            own_bias_BHNS = ((1 - real_BNS) * HIDDEN)[:, None].expand_as(bias_BHNS)
-            bias_BHNJ = torch.cat([bias_BHNS, own_bias_BHNS], dim=-1)
-            k_BHNJK, v_BHNJK = torch.cat([sorted_2BHNSK.to(q_BHNSK.dtype), kv_2BHNSK], dim=-2)
+            kv_2BHNJK, bias_BHNJ = with_sorted(kv_2BHNSK, order_BHNN, mask_BNS)
         # Formed as they are, since no kernel of attention takes a bias with a gradient and dropout;
         # in place, as these are the largest tensors here.
-        logits_BHNSJ = (q_BHNSK * self.scale) @ k_BHNJK.mT
+        logits_BHNSJ = (q_BHNSK * self.scale) @ kv_2BHNJK[0].mT
         logits_BHNSJ = logits_BHNSJ.to(bias_BHNJ.dtype).add_(bias_BHNJ[..., None, :])
-        weight_BHNSJ = logits_BHNSJ.softmax(dim=-1).to(v_BHNJK.dtype)
-        return (dropout or self.dropout)(weight_BHNSJ) @ v_BHNJK
+        weight_BHNSJ = logits_BHNSJ.softmax(dim=-1).to(q_BHNSK.dtype)
+        return self.dropout(weight_BHNSJ) @ kv_2BHNJK[1]
 
     def order(self, q_BHNSK: Tensor, k_BHNSK: Tensor, mask_BNS: Tensor) -> Tensor:
         """The matrix R that sorts blocks, [B, H, N, N] in float32 or wider.
@@ -162,6 +158,10 @@ class SinkhornAttention(nn.Module):
         dtype = torch.promote_types(q_BHNSK.dtype, torch.float32)
         count_B1N1 = mask_BNS.sum(dim=-1).clamp(min=1)[:, None, :, None]
         mean_q, mean_k = (x.sum(dim=-2, dtype=dtype) / count_B1N1 for x in (q_BHNSK, k_BHNSK))
+        return self.balanced(mean_q, mean_k, mask_BNS)
+
+    def balanced(self, mean_q: Tensor, mean_k: Tensor, mask_BNS: Tensor) -> Tensor:
+        """As `order`, from the means of the real tokens of blocks, [B, H, N, K]."""
         log_BHNN = (((mean_q * self.scale) @ mean_k.mT).relu() + 1e-6).log()
         if self.gumbel_noise and self.training:
             log_BHNN = log_BHNN - torch.empty_like(log_BHNN).exponential_().log()
@@ -196,63 +196,137 @@ class SinkhornAttention(nn.Module):
 
 
 class _EachExample(torch.autograd.Function):
-    """Attention of each example side by side, and once more for the gradient.
+    """Attention of examples side by side, of some blocks at a time, and once more for the gradient.
 
     What it needs then stays in caches, and no weights are kept. Each example has a seed of its own.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, qkv_TBHNSK: Tensor, mask_BNS: Tensor, attend: Callable[..., Tensor], p: float
+        ctx: Any, qkv_TBHNSK: Tensor, order_BHNN: Tensor, mask_BNS: Tensor, p: float
     ) -> Tensor:
-        seeds = torch.randint(2**32, (len(mask_BNS),)).tolist()
-        y_BNSHK = torch.empty_like(
-            rearrange(qkv_TBHNSK[0], "b h n s k -> b n s h k"),
-            memory_format=torch.contiguous_format,
-        )
+        batch_size, num_heads, num_blocks, size, width = qkv_TBHNSK.shape[1:]
+        seeds = torch.randint(2**32, (batch_size,)).tolist()
+        y_BNSHK = qkv_TBHNSK.new_empty(batch_size, num_blocks, size, num_heads, width)
         y_BHNSK = rearrange(y_BNSHK, "b n s h k -> b h n s k")
+        log_sum_BXS1 = qkv_TBHNSK.new_empty(batch_size, num_heads * num_blocks, size, 1)
+        memory = Memory(qkv_TBHNSK)
 
         def work(b: int) -> None:
-            part = slice(b, b + 1)
-            y_BHNSK[part] = attend(
-                qkv_TBHNSK[:, part], mask_BNS[part], dropout_of_seed(p, seeds[b])
-            )
+            q_XSK, kv_2HNSK = example(qkv_TBHNSK, mask_BNS, b, memory.take)
+            kv_2HNJK, bias_HNJ = with_sorted(kv_2HNSK, order_BHNN[b], mask_BNS[b])
+            y_XSK = memory.take("y", *q_XSK.shape)
+            generator = torch.Generator().manual_seed(seeds[b])
+            for q, k, v, bias, y, log_sum in pieces(
+                q_XSK, *kv_2HNJK.flatten(1, 2), bias_HNJ.flatten(0, 1), y_XSK, log_sum_BXS1[b]
+            ):
+                weight_PSJ = logits(q, k, bias, memory.take)
+                largest_PS1 = weight_PSJ.amax(dim=2, keepdim=True)
+                weight_PSJ.sub_(largest_PS1).exp2_()
+                sum_PS1 = weight_PSJ.sum(dim=2, keepdim=True)
+                if p > 0:
+                    weight_PSJ *= draw_kept(weight_PSJ.shape, p, generator)
+                torch.bmm(weight_PSJ, v, out=y)
+                y.mul_((sum_PS1 * keep_probability(p)).reciprocal_())
+                torch.add(largest_PS1, sum_PS1.log2_(), out=log_sum)
+            y_BHNSK[b] = y_XSK.view(y_BHNSK.shape[1:])
 
-        side_by_side(work, len(mask_BNS))
-        ctx.save_for_backward(qkv_TBHNSK, mask_BNS)
-        ctx.attend, ctx.p, ctx.seeds = attend, p, seeds
+        side_by_side(work, batch_size)
+        ctx.save_for_backward(qkv_TBHNSK, order_BHNN, mask_BNS, y_BHNSK, log_sum_BXS1)
+        ctx.p, ctx.seeds = p, seeds
         return y_BHNSK
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_BHNSK: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        qkv_TBHNSK, mask_BNS = ctx.saved_tensors
-        dqkv_TBHNSK = torch.empty_like(qkv_TBHNSK)
+    def backward(ctx: Any, dy_BHNSK: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        qkv_TBHNSK, order_BHNN, mask_BNS, y_BHNSK, log_sum_BXS1 = ctx.saved_tensors
+        dqkv_TBHNSK, dorder_BHNN = torch.empty_like(qkv_TBHNSK), torch.empty_like(order_BHNN)
+        scale, keep_scale = qkv_TBHNSK.shape[-1] ** -0.5, 1 / keep_probability(ctx.p)
+        memory = Memory(qkv_TBHNSK)
 
-        @torch.enable_grad()
         def work(b: int) -> None:
-            part = slice(b, b + 1)
-            leaf = qkv_TBHNSK[:, part].detach().requires_grad_()
-            y = ctx.attend(leaf, mask_BNS[part], dropout_of_seed(ctx.p, ctx.seeds[b]))
-            (dqkv_TBHNSK[:, part],) = torch.autograd.grad(y, leaf, dy_BHNSK[part])
+            q_XSK, kv_2HNSK = example(qkv_TBHNSK, mask_BNS, b, memory.take)
+            order_HNN = order_BHNN[b].detach().requires_grad_()
+            kv_2HNSK = kv_2HNSK.detach().requires_grad_()
+            with torch.enable_grad():
+                kv_2HNJK, bias_HNJ = with_sorted(kv_2HNSK, order_HNN, mask_BNS[b])
+            # The softmax takes from each weight's gradient the mean of them under the weights.
+            mean_XS1 = (dy_BHNSK[b] * y_BHNSK[b]).sum(dim=-1).view(*q_XSK.shape[:2], 1)
+            dy_XSK = (dy_BHNSK[b] * keep_scale).flatten(0, 1)
+            dq_XSK = memory.take("dq", *q_XSK.shape)
+            dkv_2XJK = memory.take("dkv", 2, len(q_XSK), *kv_2HNJK.shape[3:])
+            dbias_XJ = memory.take("dbias", *dkv_2XJK.shape[1:3])
+            generator = torch.Generator().manual_seed(ctx.seeds[b])
+            for q, k, v, bias, log_sum, dy, mean, dq, dk, dv, dbias in pieces(
+                q_XSK, *kv_2HNJK.detach().flatten(1, 2), bias_HNJ.detach().flatten(0, 1),
+                log_sum_BXS1[b], dy_XSK, mean_XS1, dq_XSK, *dkv_2XJK, dbias_XJ,
+            ):  # fmt: skip
+                weight_PSJ = dropped_PSJ = logits(q, k, bias, memory.take).sub_(log_sum).exp2_()
+                if ctx.p > 0:
+                    kept_PSJ = draw_kept(weight_PSJ.shape, ctx.p, generator)
+                    dropped_PSJ = memory.take("dropped", *weight_PSJ.shape)
+                    torch.mul(weight_PSJ, kept_PSJ, out=dropped_PSJ)
+                torch.bmm(dropped_PSJ.mT, dy, out=dv)
+                dlogit_PSJ = torch.bmm(dy, v.mT, out=memory.take("dlogits", *weight_PSJ.shape))
+                dlogit_PSJ.mul_(dropped_PSJ).addcmul_(weight_PSJ, mean, value=-1)
+                torch.bmm(dlogit_PSJ, k, out=dq)
+                torch.bmm(dlogit_PSJ.mT, q, out=dk)
+                torch.sum(dlogit_PSJ, dim=1, out=dbias)
+            dkv_2XJK[0] *= 1 / LOG2_E
+            dkv_2HNSK, dorder_BHNN[b] = torch.autograd.grad(
+                (kv_2HNJK, bias_HNJ),
+                (kv_2HNSK, order_HNN),
+                (dkv_2XJK.view_as(kv_2HNJK), dbias_XJ.view_as(bias_HNJ)),
+            )
+            real_NS1 = mask_BNS[b, ..., None].to(q_XSK.dtype)
+            torch.mul(dq_XSK.view(dy_BHNSK.shape[1:]), real_NS1 * scale, out=dqkv_TBHNSK[0, b])
+            torch.mul(dkv_2HNSK, real_NS1, out=dqkv_TBHNSK[1:, b])
 
         side_by_side(work, len(mask_BNS))
-        return dqkv_TBHNSK, None, None, None
+        return dqkv_TBHNSK, dorder_BHNN, None, None
+
+
+def example(qkv_TBHNSK: Tensor, mask_BNS: Tensor, b: int, take: Take) -> tuple[Tensor, Tensor]:
+    """Of one example scaled base-2 queries [X, S, K], and keys and values; zero at padding."""
+    qkv_THNSK = take("qkv", 3, *qkv_TBHNSK.shape[2:])
+    real_NS1 = mask_BNS[b, ..., None].to(qkv_TBHNSK.dtype)
+    torch.mul(qkv_TBHNSK[:, b], real_NS1, out=qkv_THNSK)
+    q_HNSK = qkv_THNSK[0].mul_(qkv_THNSK.shape[-1] ** -0.5 * LOG2_E)
+    return q_HNSK.flatten(0, 1), qkv_THNSK[1:]
+
+
+def with_sorted(kv_2BHNSK: Tensor, order_BHNN: Tensor, mask_BNS: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values that a block reads, those sorted to it first, and what its logits get added.
+
+    That is [2, B, H, N, J, K] and [B, H, N, J], or all without B. Keys and values at padding must
+    be zero.
+    """
+    real_BNS = mask_BNS.to(order_BHNN.dtype)
+    share_BHNS = order_BHNN @ real_BNS.unsqueeze(-3) / order_BHNN.sum(dim=-1, keepdim=True)
+    # A slot of which a part is padding counts by the other part, as if it were there that
+    # many times; one with next to nothing else is not there.
+    is_hidden_BHNS = share_BHNS < SMALLEST_SHARE
+    share_BHNS = share_BHNS.masked_fill(is_hidden_BHNS, 1.0)
+    sorted_2BHNSK = sort_blocks(order_BHNN, kv_2BHNSK) / share_BHNS[..., None]
+    bias_BHNS = share_BHNS.log().masked_fill(is_hidden_BHNS, HIDDEN)
+    own_bias_BHNS = ((1 - real_BNS) * HIDDEN).unsqueeze(-3).expand_as(bias_BHNS)
+    kv_2BHNJK = torch.cat([sorted_2BHNSK.to(kv_2BHNSK.dtype), kv_2BHNSK], dim=-2)
+    return kv_2BHNJK, torch.cat([bias_BHNS, own_bias_BHNS], dim=-1)
+
+
+def logits(q_PSK: Tensor, k_PJK: Tensor, bias_PJ: Tensor, take: Take) -> Tensor:
+    """Of some blocks, in base 2; [P, S, J]."""
+    out = take("logits", *q_PSK.shape[:2], k_PJK.shape[1])
+    return torch.baddbmm((bias_PJ * LOG2_E)[:, None].expand_as(out), q_PSK, k_PJK.mT, out=out)
+
+
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What the tensors say of some blocks after the other; the first two are queries and keys."""
+    size = PIECE_SIZE // (tensors[0].shape[1] * tensors[1].shape[1])
+    return zip(*(x.split(max(1, size)) for x in tensors), strict=True)
 
 
 def sort_blocks(order_BHNN: Tensor, kv_2BHNSK: Tensor) -> Tensor:
     """Sums over blocks, slot by slot, in the dtype of `order_BHNN`; [2, B, H, N, S, K]."""
     sorted_2BHNE = order_BHNN @ kv_2BHNSK.flatten(-2).to(order_BHNN.dtype)
     return sorted_2BHNE.unflatten(-1, kv_2BHNSK.shape[-2:])
-
-
-def dropout_of_seed(p: float, seed: int) -> Callable[[Tensor], Tensor]:
-    """The same numbers in each of two passes, in whatever thread."""
-
-    def drop(x: Tensor) -> Tensor:
-        if p == 0:
-            return x
-        kept = draw_kept(x.shape, p, torch.Generator().manual_seed(seed))
-        return x * kept.to(x.dtype).mul_(1 / keep_probability(p))
-
-    return drop

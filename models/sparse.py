@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from models.layers import StackedLinear, attend, check_causal
+from models.layers import StackedLinear, check_causal
 from models.patterns import attend_pieces
 from models.pieces import Chosen, Column, Piece, Window, distance_mask, key_mask
 from models.positions import Rotary
@@ -52,8 +52,8 @@ class SparseAttention(nn.Module):
         shape: Shape,
         *,
         pattern: Pattern = "fixed",
-        block_size: int = 128,
-        num_summary: int = 8,
+        block_size: int = 64,
+        num_summary: int = 4,
         causal: bool = False,
     ) -> None:
         super().__init__()
@@ -94,17 +94,9 @@ class SparseAttention(nn.Module):
             block_rows=self.block_size,
             front=front,
             dropout=rate,
+            open_M=torch.tensor([0], device=x_BLD.device) if self.opens_first else None,
+            mask_BL=mask_BL,
         )
-        if self.opens_first:
-            first_BH1K = attend(
-                q_BHLK[:, :, :1],
-                k_BHLK,
-                v_BHLK,
-                mask_BL,
-                query_mask_BL=mask_BL[:, :1],
-                dropout=rate,
-            )
-            y_BHLK = y_BHLK.index_copy(2, torch.tensor([0], device=x_BLD.device), first_BH1K)
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
 
     def pieces(self, mask_BL: Tensor, front: int) -> list[Piece]:

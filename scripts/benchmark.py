@@ -402,6 +402,8 @@ def peer_tables(rounds: Rounds) -> list[tuple[str, Table]]:
             found = [ratios_to(peer, Key(ours, n, mode), rounds.measured) for n in lengths]
             lines.append([ours, peer, *(ratio_text(r) if r else "-" for r in found)])
         title = f"{mode}, speed of ours as a multiple of its peer's"
+        faults = {peer: PEERS[base_name(peer)].fault for _, peer in pairs}
+        title += "".join(f"; {peer} {fault}" for peer, fault in faults.items() if fault)
         tables.append((title, Table(["Model", "Peer", *map(str, lengths)], lines)))
     return tables
 

@@ -261,7 +261,7 @@ REFUSED = [
     (SparseAttention, {"pattern": "random"}, "model.pattern='random': .*fixed, strided"),
     (SparseAttention, {"block_size": 1}, "model.block_size=1: expected at least 2"),
     (SparseAttention, {"num_summary": 0}, "model.num_summary=0: expected at least 1"),
-    (SparseAttention, {"num_summary": 128}, "model.num_summary=128: .*model.block_size=128"),
+    (SparseAttention, {"num_summary": 64}, "model.num_summary=64: .*model.block_size=64"),
 ]
 
 

@@ -227,3 +227,19 @@ def test_noise_of_the_sort_is_gumbel_and_only_in_training() -> None:
 def test_refuses(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SinkhornAttention(SMALL, **knobs)
+
+
+def test_the_gradient_with_noise_is_that_of_the_noise_that_was_drawn() -> None:
+    shape = replace(SMALL, dropout=0.0, attention_dropout=0.0)
+    model = mixer(shape, gumbel_noise=True).train()
+    x_BLD, mask_BL = batch(16, 16)
+    direction = torch.randn_like(x_BLD)
+
+    def loss(step: float) -> Tensor:
+        torch.manual_seed(3)
+        return (model(x_BLD + step * direction, mask_BL) ** 2).sum()
+
+    step = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss(step), step)  # type: ignore[arg-type]
+    difference = (loss(1e-5) - loss(-1e-5)) / 2e-5
+    assert slope.item() == pytest.approx(difference.item(), rel=1e-6)
