@@ -28,6 +28,7 @@ from lra.cli import (
     exit_codes,
     explain,
     job_settings,
+    launcher_words,
     print_summary,
     run_program,
     told,
@@ -45,8 +46,8 @@ def main(cfg: DictConfig) -> float | None:
     check_copies()
     settings = job_settings()
     if settings.launch is not None:
-        in_turn = settings.in_sweep_process
-        print(position(settings.launch, settings.number, in_turn=in_turn), flush=True)
+        text = position(settings.launch, settings.number, at_a_time=settings.at_a_time)
+        print(text, flush=True)
     try:
         outcome = run(cfg, settings.number, settings.launch)
     except (ValueError, OSError) as error:
@@ -127,4 +128,5 @@ def run(cfg: DictConfig, number: int, launch: Path | None) -> Outcome:
 
 if __name__ == "__main__":
     check_dashes(sys.argv[1:])
+    sys.argv += launcher_words(sys.argv[1:])
     run_program(main)

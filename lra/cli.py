@@ -31,7 +31,7 @@ from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_ke
 from lra.files import check_writable
 from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, fail, unread
 from lra.sweep import Outcome, first_line, note_jobs, outcomes, summary
-from lra.tasks.workers import available_cores
+from lra.tasks.workers import available_cores, available_memory
 
 if TYPE_CHECKING:
     from lra.plan import Plan
@@ -43,6 +43,7 @@ PLUGINS = {  # of Hydra, and the extra that has them
 }  # fmt: skip
 exit_codes: list[int] = []  # of the jobs that ended
 launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
+MEMORY_OF_A_JOB = 3 * 2**29  # bytes; 0.9 to 1.2 GiB are usual for a small model on ListOps
 sweep_sizes: list[int] = []  # its number of jobs
 told: set[str] = set()  # why jobs of it will be refused, as said before the first
 
@@ -230,6 +231,7 @@ class JobSettings:
     number: int
     launch: Path | None  # the folder of outcomes of this start of the sweep
     in_sweep_process: bool  # one job after the other, in the process that the user started
+    at_a_time: int | None  # jobs; None where that is a cluster's matter
 
 
 def job_settings() -> JobSettings:
@@ -238,9 +240,11 @@ def job_settings() -> JobSettings:
     if job.job.chdir:
         os.chdir(job.runtime.cwd)  # relative paths are taken from there, wherever Hydra went
     if job.mode != RunMode.MULTIRUN:
-        return JobSettings(0, None, False)
+        return JobSettings(0, None, False, 1)
     basic = str(job.launcher._target_).endswith("BasicLauncher")
-    return JobSettings(int(job.job.num), launch_folder(job), basic)
+    return JobSettings(
+        int(job.job.num), launch_folder(job), basic, 1 if basic else jobs_at_a_time()
+    )
 
 
 def launch_folder(hydra: Any) -> Path:
@@ -248,14 +252,45 @@ def launch_folder(hydra: Any) -> Path:
     return Path(hydra.sweep.dir) / f"launch-{hydra.callbacks.summary.launch}"
 
 
-def threads_per_job() -> int | None:
-    """Threads for one of several jobs that run side by side; None if they do not."""
+def jobs_at_a_time() -> int | None:
+    """Jobs that run side by side on this machine; None if they do not."""
     launcher: Any = HydraConfig.get().launcher if HydraConfig.initialized() else {}
     if not str(launcher.get("_target_", "")).endswith("JoblibLauncher"):
         return None
-    cores = available_cores()
-    jobs = int(launcher.n_jobs)
-    return max(1, cores // (jobs if jobs > 0 else cores))
+    count = int(launcher.n_jobs)
+    return count if count > 0 else available_cores()
+
+
+def threads_per_job() -> int | None:
+    """Threads for one of several jobs that run side by side; None if they do not."""
+    count = jobs_at_a_time()
+    return None if count is None else max(1, available_cores() // count)
+
+
+def launcher_words(words: list[str]) -> list[str]:
+    """What `sweep.parallel` of a command stands for: a launcher, and how many jobs at a time.
+
+    Small models gain more from a core for each job than from all cores for one at a time, so
+    `auto` is as many as there are jobs, cores, and memory for.
+    """
+    asked = next((w.partition("=")[2] for w in reversed(words) if w[:15] == "sweep.parallel="), "")
+    if not {"-m", "--multirun"} & set(words) or asked in ("", "null", "1"):
+        return []
+    overrides = [word for word in words if not word.startswith("-")]
+    if other := next((o for o in overrides if re.match("hydra[/.]launcher|hardware=slurm", o)), ""):
+        fail(f"sweep.parallel={asked}: {other} says already how jobs are started")
+    if asked == "auto":
+        count = min(available_cores(), max(1, available_memory() // MEMORY_OF_A_JOB))
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            with contextlib.suppress(HydraException):  # said when the sweep itself reads it
+                (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
+                count = max(1, min(count, len(jobs)))
+    elif asked.isdecimal() and int(asked) > 0:
+        count = int(asked)
+    else:
+        return []  # refused with the config
+    return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={count}"]
 
 
 class SweepSummary(Callback):
@@ -283,6 +318,14 @@ class SweepSummary(Callback):
         except OSError as error:
             fail(str(error))
         sweep_sizes.append(len(jobs))
+        if str(hydra.launcher._target_).endswith("JoblibLauncher") and jobs:
+            count = int(hydra.launcher.n_jobs)
+            threads = max(1, available_cores() // count) if count > 0 else 1
+            print(
+                f"{len(jobs)} jobs, {count if count > 0 else available_cores()} at a time with "
+                f"{threads} thread{'s' * (threads > 1)} each, unless they say otherwise",
+                flush=True,
+            )
         note_jobs(launches[-1], len(jobs), repeated)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:

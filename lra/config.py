@@ -265,6 +265,14 @@ class SweepConfig:
     """How the jobs of a multirun go together."""
 
     fail_fast: bool = False  # start no further job once one has failed
+    parallel: int | str | None = None  # jobs at a time, auto, or as the launcher has it
+
+    def __post_init__(self) -> None:
+        count = self.parallel
+        if not (count in (None, "auto") or (isinstance(count, int) and count >= 1)):
+            raise ValueError(
+                f"sweep.parallel={count}: expected how many jobs at a time, auto, or null"
+            )
 
 
 @dataclass(frozen=True)

@@ -82,18 +82,18 @@ def _jobs(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"num_jobs": 0, "repeated": {}}
 
 
-def position(folder: Path, number: int, *, in_turn: bool) -> str:
+def position(folder: Path, number: int, *, at_a_time: int | None) -> str:
     """Which of how many jobs starts, counted from 1, and how long it and the rest may take.
 
     Args:
         number: of the job, from 0.
-        in_turn: whether jobs run one after the other, so that their times add up.
+        at_a_time: jobs that run side by side, so that times can be added up; None: not known.
     """
     num_jobs = _jobs(folder)["num_jobs"]
     text = f"job {number + 1}" + (f" of {num_jobs}" if num_jobs > number else "")
     times = [o.trained_s for o in outcomes(folder) if o.trained_s is not None]
-    if in_turn and times and num_jobs > number:
-        left = sum(times) / len(times) * (num_jobs - number)
+    if at_a_time and times and num_jobs > number:
+        left = sum(times) / len(times) * max(1.0, (num_jobs - number) / at_a_time)
         text += f"; at the pace so far about {duration(left)} to the end of the sweep"
     return text
 

@@ -64,7 +64,7 @@ RULES = [
     Rule(r"run.py -m hardware=slurm", "^error: hardware=slurm: .*srun.*where Slurm's commands are",
          code=2, needs="no_slurm"),
     Rule(r"run.py checkpoint=", r"^test +accuracy [0-9.]+ %.* 16 examples"),
-    Rule(r"run.py -m hydra/launcher=joblib", r"^\d+ jobs: [^,]*( completed| at_chance)+", LISTOPS,
+    Rule(r"run.py -m sweep.parallel=auto", r"^\d+ jobs: [^,]*( completed| at_chance)+", LISTOPS,
          needs="hydra_plugins.hydra_joblib_launcher"),
     Rule(r"run.py -m hydra/sweeper=optuna", r"^best_value: [0-9.]+$",
          f"{LISTOPS} hydra.sweeper.n_trials=2", needs="hydra_plugins.hydra_optuna_sweeper"),

@@ -15,6 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from lra import cli
 from lra.build import resolved
 from lra.cli import CONFIGS, check_jobs, check_search, compose_config, sweep_jobs, typed
 from lra.config import config_hash
@@ -30,6 +31,7 @@ from lra.sweep import (
     position,
     summary,
 )
+from lra.tasks.workers import available_cores
 from tests import programs
 from tests.test_cli import ROOT, TINY, start
 
@@ -375,15 +377,15 @@ def test_long_and_odd_overrides_give_short_safe_folder_names(tmp_path: Path) -> 
 
 def test_jobs_side_by_side(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
-    launcher = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    code, out, err = sweep(tmp_path, *BAD, *launcher, "seed=0,1,4")
+    code, out, err = sweep(tmp_path, *BAD, "sweep.parallel=2", "seed=0,1,4")
     assert code == 1 and "Exception in thread" not in err, err
     by_seed = found(tmp_path, "trouble")
     assert {s: r.status == "failed" for s, r in by_seed.items()} == {0: False, 1: True, 4: False}
     assert "3 jobs: " in out and "1 failed" in out
-    assert sorted(re.findall(r"^job \d.*", out, re.MULTILINE)) == [
-        f"job {i} of 3" for i in (1, 2, 3)
-    ]
+    threads = max(1, available_cores() // 2)
+    assert out.startswith(f"3 jobs, 2 at a time with {threads} thread{'s' * (threads > 1)} each, ")
+    *first, last = sorted(re.findall(r"^job \d.*", out, re.MULTILINE))
+    assert first == ["job 1 of 3", "job 2 of 3"] and last.startswith("job 3 of 3; at the pace so")
     assert by_seed[0].hardware["num_threads"] == 1  # TINY asks for it
 
 
@@ -429,17 +431,46 @@ def test_a_job_that_a_scheduler_stops_goes_back_to_its_queue_and_resumes(tmp_pat
 
 
 def test_where_a_job_stands_and_how_long_the_rest_takes(tmp_path: Path) -> None:
-    assert position(tmp_path, 0, in_turn=True) == "job 1"
+    assert position(tmp_path, 0, at_a_time=1) == "job 1"
     note_jobs(tmp_path, 4, {})
-    assert position(tmp_path, 0, in_turn=True) == "job 1 of 4"
+    assert position(tmp_path, 0, at_a_time=1) == "job 1 of 4"
     note(tmp_path, Outcome(0, "completed", 0, "run-a", 0.5))  # was there before
-    assert position(tmp_path, 1, in_turn=True) == "job 2 of 4"
+    assert position(tmp_path, 1, at_a_time=1) == "job 2 of 4"
     note(tmp_path, Outcome(1, "completed", 0, "run-b", 0.5, trained_s=90))
-    assert position(tmp_path, 2, in_turn=False) == "job 3 of 4"
-    assert position(tmp_path, 2, in_turn=True) == (
+    assert position(tmp_path, 2, at_a_time=None) == "job 3 of 4"
+    assert position(tmp_path, 2, at_a_time=1) == (
         "job 3 of 4; at the pace so far about 3 min 00 s to the end of the sweep"
     )
+    assert position(tmp_path, 1, at_a_time=2).endswith("about 2 min 15 s to the end of the sweep")
+    assert position(tmp_path, 3, at_a_time=2).endswith("about 1 min 30 s to the end of the sweep")
     assert len(outcomes(tmp_path)) == 2
+
+
+def test_jobs_at_a_time_are_as_many_as_cores_memory_and_jobs_allow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "available_cores", lambda: 8)
+    monkeypatch.setattr(cli, "available_memory", lambda: 7 * 2**30)
+
+    def count(*words: str) -> str:
+        first, *rest = cli.launcher_words(["-m", *words]) or ["", ""]
+        assert first in ("hydra/launcher=joblib", "")
+        return rest[0].removeprefix("hydra.launcher.n_jobs=")
+
+    assert count("sweep.parallel=auto", "seed=0,1,2") == "3"  # jobs
+    assert count("sweep.parallel=auto", "seed=range(9)") == "4"  # memory
+    assert count("sweep.parallel=auto", "model=glob(s*)", "seed=range(9)") == "4"
+    monkeypatch.setattr(cli, "available_memory", lambda: 2**40)
+    assert count("sweep.parallel=auto", "seed=range(9)") == "8"  # cores
+    assert count("sweep.parallel=12", "seed=0,1") == "12"  # as asked
+    assert count("sweep.parallel=1", "seed=0,1") == count("seed=0,1") == ""
+    assert cli.launcher_words(["sweep.parallel=auto", "seed=0"]) == []  # no sweep
+    with pytest.raises(SystemExit):
+        count("sweep.parallel=2", "hydra/launcher=joblib")
+    assert "hydra/launcher=joblib says already how jobs are started" in capsys.readouterr().err
+    for wrong in ("many", "0", "1.5"):
+        with pytest.raises(ValueError, match=f"sweep.parallel={wrong}: expected"):
+            cli.typed(cli.compose_config([f"sweep.parallel={wrong}"]))
 
 
 def test_outcomes_in_a_folder(tmp_path: Path) -> None:
