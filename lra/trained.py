@@ -48,8 +48,11 @@ class TrainedModel:
     def __init__(self, run: Path, device: str = "cpu") -> None:
         check_run(run)
         self.config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
-        self.task = make_task(self.config)
-        self.model = make_model(self.config, self.task)
+        try:
+            self.task = make_task(self.config)
+            self.model = make_model(self.config, self.task)
+        except ValueError as error:  # the file was edited, or is of another version
+            raise ValueError(f"{run / 'config.yaml'}: {error}") from None
         self.device = torch.device(device)
         path = selected_path(run, self.task.vocabulary_hash())
         self.model.load_state_dict(selected_weights(path, self.model))

@@ -518,7 +518,7 @@ def test_a_time_limit_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
 def test_a_run_at_chance_is_told_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path, train={"num_steps": 40, "lr": 1e-9})
     out = capsys.readouterr().out
-    assert out.count("warning: after a quarter of the steps validation is at chance") == 1
+    assert out.count("warning: validation is still at chance after 12 of 40 steps") == 1
 
 
 def test_a_task_that_lacks_a_method_is_refused_by_name(tmp_path: Path) -> None:

@@ -264,7 +264,10 @@ def train(
                 write([{"split": "val"} | row])
                 progress.evaluation(row, best=is_best)
                 if not warned and has_learned_nothing(state, cfg, data):
-                    progress.say("warning: after a quarter of the steps validation is at chance")
+                    progress.say(
+                        f"warning: validation is still at chance after {state.step:,} of "
+                        f"{cfg.num_steps:,} steps"
+                    )
                     warned = True
                 late = is_main and time.monotonic() - saved_at > CHECKPOINT_INTERVAL_S
                 if cfg.checkpoint_every is None and distributed.from_main(late):
