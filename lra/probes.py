@@ -247,9 +247,12 @@ def mean_and_error(values: np.ndarray) -> tuple[float | None, float | None]:
 
 @torch.no_grad()
 def attention(model: Classifier, rows: Rows, num_examples: int) -> list[Attention]:
-    """Mean distance of what each head reads, of models whose mixers can show their weights."""
+    """Mean distance of what each head reads, of models whose mixers can show their weights.
+
+    Those have `attention_weights(x_BLD, mask_BL) -> [B, H, L, L]`.
+    """
     layers: list[nn.Module] = [getattr(b, "mixer", b) for b in model.encoder.layers()]
-    if not all(hasattr(layer, "weights") for layer in layers):
+    if not all(hasattr(layer, "attention_weights") for layer in layers):
         return []
     examples = [e for e in rows.examples if 1 < len(e[0]) <= MAX_LENGTH_OF_ATTENTION]
     distances: list[list[np.ndarray]] = [[] for _ in layers]
@@ -260,7 +263,7 @@ def attention(model: Classifier, rows: Rows, num_examples: int) -> list[Attentio
         for found, layer, (x_BLD, mask_BL) in zip(distances, layers, seen, strict=True):
             # One example alone, so padding to a multiple is cut off.
             num_rows = int(mask_BL.sum())
-            weights: Any = layer.weights
+            weights: Any = layer.attention_weights
             weight_HLL = weights(x_BLD[:, :num_rows], mask_BL[:, :num_rows])[0]
             place_L = torch.arange(num_rows, device=x_BLD.device)
             distance_LL = (place_L - place_L[:, None]).abs().to(weight_HLL.dtype)

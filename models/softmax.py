@@ -38,7 +38,7 @@ class SoftmaxAttention(nn.Module):
         self.out = nn.Linear(width, shape.d_model, bias=shape.attention_bias)
         self.rotary = Rotary(shape)
 
-    def weights(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+    def attention_weights(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """How much each position reads of each, without dropout; [B, H, L, L], memory to match."""
         q_BHLK, k_BHLK, _ = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         score_BHLL = q_BHLK @ k_BHLK.mT * q_BHLK.shape[-1] ** -0.5

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lra import probes
+from lra.build import make_model, make_task
+from lra.cli import all_models, compose_config, typed
 from lra.probes import Rows
 from lra.results import probes as stored
 from lra.results.floors import Data, Floor, Floors, Score
@@ -138,6 +140,18 @@ def test_no_probe_depends_on_batches() -> None:
         for key, value in vars(one).items():
             same = vars(other)[key]
             assert value == (same if isinstance(same, str) else pytest.approx(same, rel=1e-6)), key
+
+
+@pytest.mark.parametrize("name", all_models())
+def test_every_model_can_be_probed(name: str) -> None:
+    small = ["shape.d_model=16", "shape.d_ff=16", "shape.num_heads=2", "shape.head_dim=8"]
+    config = typed(compose_config([f"model={name}", "task=listops", *small]))
+    model, given = make_model(config, make_task(config)).eval(), rows(count=3)
+    found = probes.influence(model, model, given, num_values=NUM_VALUES, num_replaced=2)
+    assert all(i.positions == i.untrained and i.logits is not None for i in found)
+    assert found[0].positions is not None and found[0].positions > 0
+    heads = probes.attention(model, given, num_examples=2)
+    assert len(heads) == (4 if name == "softmax" else 0)
 
 
 def test_attention_has_the_distances_of_its_weights() -> None:
