@@ -363,6 +363,10 @@ def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> Non
         [
             ["Rule", "Val", "Test", "Rows above, of 1"],
             *([n, f, f, "01"[scores[n] < 0.3]] for n, f in zip(scores, figures, strict=True)),
+            ["Model", "Variant", "Recipe", "Seed", "Test", "Only the run", "Only the rule", "p"],
+            ["luna", "", "nystromformer", "0", "37.00", "0", "0", "1"],
+            ["luna", "", "nystromformer", "1", "37.10", "2", "0", "0.5"],
+            ["luna", "", "nystromformer", "2", "37.00", "0", "0", "1"],
         ],
         [["Rule", "Val", "Test"], ["the first", figures[0], figures[0]]],
     ]
