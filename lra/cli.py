@@ -43,7 +43,9 @@ PLUGINS = {  # of Hydra, and the extra that has them
 }  # fmt: skip
 exit_codes: list[int] = []  # of the jobs that ended
 launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
-MEMORY_OF_A_JOB = 3 * 2**29  # bytes; 0.9 to 1.2 GiB are usual for a small model on ListOps
+MEMORY_OF_A_JOB = (
+    3 * 2**29
+)  # bytes, taken for each; 0.9 to 1.2 GiB are usual for a small model on ListOps
 sweep_sizes: list[int] = []  # its number of jobs
 told: set[str] = set()  # why jobs of it will be refused, as said before the first
 
@@ -156,7 +158,9 @@ def unknown_key(key: str, given: str, overrides: list[str]) -> str:
 def choices_with(group: str, name: str) -> list[str]:
     """The choices of a group that have a key of this name in their file."""
     files = sorted((CONFIGS / group).glob("*.yaml")) if group in GROUPS else []
-    return [file.stem for file in files if name in OmegaConf.load(file)]
+    found = {file.stem: _plain(OmegaConf.load(file)) for file in files}  # type: ignore[arg-type]
+    # A file of the whole config has the group's keys in a section.
+    return [stem for stem, keys in found.items() if name in keys.get(group, keys)]
 
 
 def unreadable(override: str, overrides: list[str]) -> str:
@@ -271,15 +275,21 @@ def launcher_words(words: list[str]) -> list[str]:
     """What `sweep.parallel` of a command stands for: a launcher, and how many jobs at a time.
 
     Small models gain more from a core for each job than from all cores for one at a time, so
-    `auto` is as many as there are jobs, cores, and memory for.
+    `auto` is as many as there are jobs, cores, and memory for, on a CPU.
     """
     asked = next((w.partition("=")[2] for w in reversed(words) if w[:15] == "sweep.parallel="), "")
-    if not {"-m", "--multirun"} & set(words) or asked in ("", "null", "1"):
+    if not {"-m", "--multirun"} & set(words) or asked in ("", "null"):
         return []
     overrides = [word for word in words if not word.startswith("-")]
     if other := next((o for o in overrides if re.match("hydra[/.]launcher|hardware=slurm", o)), ""):
         fail(f"sweep.parallel={asked}: {other} says already how jobs are started")
+    if asked == "1":
+        return []
     if asked == "auto":
+        if other := next((o for o in overrides if re.match("hardware=.*gpu", o)), ""):
+            fail(
+                f"sweep.parallel=auto: counts cores, not what {other} needs; say how many at a time"
+            )
         count = min(available_cores(), max(1, available_memory() // MEMORY_OF_A_JOB))
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
@@ -318,7 +328,13 @@ class SweepSummary(Callback):
         except OSError as error:
             fail(str(error))
         sweep_sizes.append(len(jobs))
-        if str(hydra.launcher._target_).endswith("JoblibLauncher") and jobs:
+        is_joblib = str(hydra.launcher._target_).endswith("JoblibLauncher")
+        if config.sweep.parallel not in (None, 1) and not is_joblib:
+            fail(
+                f"sweep.parallel={config.sweep.parallel}: acts on the command line alone, as one "
+                "value; give it there"
+            )
+        if is_joblib and jobs:
             count = int(hydra.launcher.n_jobs)
             threads = max(1, available_cores() // count) if count > 0 else 1
             print(

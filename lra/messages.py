@@ -91,7 +91,7 @@ def introduction(
 
 
 def evaluation_share(record: Record) -> str:
-    """How much of training and evaluating is evaluating, earlier starts of the run included."""
+    """Share of evaluations in them and the timed steps, earlier starts of the run included."""
     in_training, in_evaluation = (record.speed.get(f"{k}_time_s") for k in ("train", "eval"))
     if not in_training or not in_evaluation:
         return ""

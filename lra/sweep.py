@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ def position(folder: Path, number: int, *, at_a_time: int | None) -> str:
     text = f"job {number + 1}" + (f" of {num_jobs}" if num_jobs > number else "")
     times = [o.trained_s for o in outcomes(folder) if o.trained_s is not None]
     if at_a_time and times and num_jobs > number:
-        left = sum(times) / len(times) * max(1.0, (num_jobs - number) / at_a_time)
+        left = sum(times) / len(times) * math.ceil((num_jobs - number) / at_a_time)
         text += f"; at the pace so far about {duration(left)} to the end of the sweep"
     return text
 

@@ -211,7 +211,7 @@ class Encoder(nn.Module):
     def reach(self) -> list[int] | None:
         """Positions to either side that each layer reads at most; None where one may read all.
 
-        The whole encoder joins no tokens further apart than their sum.
+        No output depends on tokens further away than their sum.
         """
         mixers = [getattr(block, "mixer", block) for block in self.layers()]
         reaches: list[Any] = [getattr(mixer, "reach", None) for mixer in mixers]

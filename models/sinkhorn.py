@@ -128,7 +128,7 @@ class SinkhornAttention(nn.Module):
             wide_TBHNSK = qkv_TBHNSK.to(dtype)
             share_BNS = mask_BNS.to(dtype)
             share_BNS = share_BNS / share_BNS.sum(dim=2, keepdim=True).clamp(min=1)
-            mean_q, mean_k, _ = torch.einsum("bns,tbhnsk->tbhnk", share_BNS, wide_TBHNSK)
+            mean_q, mean_k = torch.einsum("bns,tbhnsk->tbhnk", share_BNS, wide_TBHNSK[:2])
             order_BHNN = self.balanced(mean_q, mean_k, mask_BNS)
             p = self.dropout.p if self.training else 0.0
             y_BHNSK = _EachExample.apply(wide_TBHNSK, order_BHNN, mask_BNS, p)

@@ -78,6 +78,8 @@ def test_a_completed_run_and_its_files(tmp_path: Path) -> None:
         "status.json",
     }
     assert json.loads((folder / "status.json").read_text())["status"] == record.status
+    assert 0 < (record.speed["eval_time_s"] or 0) < (record.speed["wall_time_s"] or 0)
+    assert ", evaluation share " in (folder / "run.log").read_text()
     assert record.data["num_examples"] == {"train": 40, "val": 20, "test": 20}
     assert record.environment["torch"].startswith(torch.__version__.split("+")[0])
     assert record.protocol.budget == "full" and record.protocol.data == "generated"

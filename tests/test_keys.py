@@ -69,6 +69,11 @@ def test_a_comment_serves_the_keys_that_go_on_with_its_stem() -> None:
 def test_a_key_of_another_choice_says_which_has_it() -> None:
     with pytest.raises(ValueError, match="pretrain.mask_rate: .*; pretrain=masked or next has it"):
         select(all_keys([]), ["pretrain.mask_rate"])
+    found = unknown_key("task.difficulty", "task.difficulty=easy", [])
+    assert (
+        found == "task.difficulty=easy: not a key of this choice; task=pathfinder or pathx has it"
+    )
+    assert "has it" not in unknown_key("task.train", "task.train=5", [])
     found = unknown_key("pretrain.num_steps", "pretrain.num_steps=5", [])
     assert found == (
         "pretrain.num_steps=5: not a key of this choice; pretrain=masked or next has it"

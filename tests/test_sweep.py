@@ -31,7 +31,7 @@ from lra.sweep import (
     position,
     summary,
 )
-from lra.tasks.workers import available_cores
+from lra.tasks.workers import available_cores, available_memory
 from tests import programs
 from tests.test_cli import ROOT, TINY, start
 
@@ -441,7 +441,7 @@ def test_where_a_job_stands_and_how_long_the_rest_takes(tmp_path: Path) -> None:
     assert position(tmp_path, 2, at_a_time=1) == (
         "job 3 of 4; at the pace so far about 3 min 00 s to the end of the sweep"
     )
-    assert position(tmp_path, 1, at_a_time=2).endswith("about 2 min 15 s to the end of the sweep")
+    assert position(tmp_path, 1, at_a_time=2).endswith("about 3 min 00 s to the end of the sweep")
     assert position(tmp_path, 3, at_a_time=2).endswith("about 1 min 30 s to the end of the sweep")
     assert len(outcomes(tmp_path)) == 2
 
@@ -465,9 +465,15 @@ def test_jobs_at_a_time_are_as_many_as_cores_memory_and_jobs_allow(
     assert count("sweep.parallel=12", "seed=0,1") == "12"  # as asked
     assert count("sweep.parallel=1", "seed=0,1") == count("seed=0,1") == ""
     assert cli.launcher_words(["sweep.parallel=auto", "seed=0"]) == []  # no sweep
-    with pytest.raises(SystemExit):
-        count("sweep.parallel=2", "hydra/launcher=joblib")
-    assert "hydra/launcher=joblib says already how jobs are started" in capsys.readouterr().err
+    for words, message in (
+        (("sweep.parallel=2", "hydra/launcher=joblib"), "says already how jobs are started"),
+        (("sweep.parallel=1", "hydra/launcher=joblib"), "says already how jobs are started"),
+        (("sweep.parallel=auto", "hardware=gpu"), "counts cores, not what hardware=gpu needs"),
+    ):
+        with pytest.raises(SystemExit):
+            count(*words)
+        assert message in capsys.readouterr().err
+    assert count("sweep.parallel=2", "hardware=gpu") == "2"
     for wrong in ("many", "0", "1.5"):
         with pytest.raises(ValueError, match=f"sweep.parallel={wrong}: expected"):
             cli.typed(cli.compose_config([f"sweep.parallel={wrong}"]))
@@ -528,3 +534,17 @@ def test_where_a_run_waits_in_the_queue_is_no_part_of_its_identity() -> None:
     )
     assert slurm["hardware"]["slurm"]["setup"] == ["a"]
     assert config_hash(plain) == config_hash(slurm)
+
+
+def test_available_memory_is_under_the_limit_of_the_group(tmp_path: Path) -> None:
+    assert available_memory(tmp_path) == 2**40  # nothing is said
+    group = tmp_path / "sys/fs/cgroup"
+    for folder in (tmp_path / "proc", group):
+        folder.mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
+    assert available_memory(tmp_path) == 2**22
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.current").write_text("1000\n")
+    assert available_memory(tmp_path) == 2**22
+    (group / "memory.max").write_text("5000\n")
+    assert available_memory(tmp_path) == 4000

@@ -108,7 +108,7 @@ def floors_path(results_dir: Path, task: str) -> Path:
 
 
 def save(floors: Floors, results_dir: Path) -> Path:
-    """Write a task's floors as a whole, over earlier ones of the same or of partial data only.
+    """Write a task's floors as a whole, over earlier ones of the same data, or of a part of them.
 
     Raises:
         ValueError: the file there has the floors of other data or a rule that these lack, or is
@@ -120,7 +120,8 @@ def save(floors: Floors, results_dir: Path) -> Path:
         lost = [floor.name for floor in there.floors if floor.name not in names]
         what = ""
         if there.data.fingerprint != floors.data.fingerprint:
-            what = "the floors of other data" if there.data.kind != "partial" else ""
+            gives_way = there.data.kind == "partial" and floors.data.kind in ("files", "generated")
+            what = "" if gives_way else "the floors of other data"
         elif lost:
             what = f"rules that were not measured now ({', '.join(lost)})"
         if what:

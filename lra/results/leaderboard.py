@@ -53,8 +53,8 @@ MARKS = {
     "d": "made from a source tree with uncommitted changes",
     "g": "data from this project's generator, not from the benchmark's files",
     "t": "checkpoint chosen on the test split, as some papers do",
-    "b": "not above the best rule without a sequence model (sign test, 99 %): the score needs "
-    "no more than that rule knows",
+    "b": "not above the best rule without a sequence model (sign test over examples, of several "
+    "seeds by their majority, 99 %): the score may need no more than that rule knows",
     "f": "some seeds stayed at chance; the mean includes them",
     "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
     "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
@@ -193,7 +193,8 @@ class Cell:
         """Whether a sign test over test examples says so at 99 %; None where hits are not known.
 
         Of several seeds, an example counts as right where most of them are, as nothing at a tie:
-        what single seeds get right by luck would add up otherwise.
+        what single seeds get right by luck would add up otherwise. Their mean has to be above, too,
+        since a vote can be better than any that votes.
         """
         rule_N = rule.test.correct_N
         if {len(correct_N) for correct_N in self.correct.values()} != {len(rule_N)}:
@@ -201,7 +202,8 @@ class Cell:
         share_N = np.mean(list(self.correct.values()), axis=0)
         only_run_N, only_rule_N = (share_N > 0.5) & ~rule_N, (share_N < 0.5) & rule_N
         z, p = sign_test(int(only_run_N.sum()), int(only_rule_N.sum()))
-        return not self.failed and z > 0 and p < 0.01
+        is_higher = z > 0 and self.mean > 100 * rule.test.accuracy
+        return not self.failed and is_higher and p < 0.01
 
     @property
     def reach(self) -> list[int]:

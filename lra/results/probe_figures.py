@@ -67,7 +67,7 @@ def draw(runs: Sequence[Run], floors: Sequence[Floors] = ()) -> dict[str, bytes]
                          key=lambda run: (-run[0].accuracy, run[0].run_id))  # fmt: skip
         if seen := [run for run in of_task if run[0].windows and run[0].shuffles]:
             figures[f"windows_{task}"] = by_window(task, seen, floors)
-        if changed := [run for run in of_task if any(_changes(run[0].influence))]:
+        if changed := [run for run in of_task if max(_changes(run[0].influence), default=0) > 0]:
             figures[f"influence_{task}"] = by_distance(task, changed)
     return {f"{name}.{kind}": encode(figure, name, kind)
             for name, figure in figures.items() for kind in ("svg", "png")}  # fmt: skip
@@ -142,7 +142,11 @@ def by_distance(task: str, runs: Sequence[Run]) -> Figure:
             ("logits", "logits, by a token so far behind the first",
              [(i.distance, i.logits, i.logits_error) for i in found]),
         ):  # fmt: skip
-            known = [(_place(d), v, error or 0) for d, v, error in points if v is not None]
+            known = [
+                (_place(d), v, error or 0)
+                for d, v, error in points
+                if v is not None and math.isfinite(v)
+            ]
             ends = [[max(v + side * error, zero) for _, v, error in known] for side in (-1, 0, 1)]
             x, style = [d for d, _, _ in known], LINES[name]
             axes.plot(x, ends[1], label=text, linewidth=1.2, markersize=4, alpha=0.85, **style)
@@ -180,7 +184,8 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 def _changes(influence: Iterable[Influence]) -> list[float]:
     """All values that a panel draws."""
-    return [v for i in influence for v in (i.positions, i.untrained, i.logits) if v is not None]
+    values = [v for i in influence for v in (i.positions, i.untrained, i.logits)]
+    return [v for v in values if v is not None and math.isfinite(v)]
 
 
 def _place(tokens: int) -> float:

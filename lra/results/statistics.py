@@ -25,7 +25,8 @@ def wilson(accuracy: float, num_examples: int) -> tuple[float, float]:
     n, z = num_examples, Z_95
     center = accuracy + z * z / (2 * n)
     half = z * math.sqrt(accuracy * (1 - accuracy) / n + z * z / (4 * n * n))
-    return (center - half) / (1 + z * z / n), (center + half) / (1 + z * z / n)
+    low, high = (center - half) / (1 + z * z / n), (center + half) / (1 + z * z / n)
+    return max(0.0, low), min(1.0, high)  # not beyond by rounding
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,7 @@ BOUNDED_LEGEND = (
     "and no further: Reach, in positions to either side. A score at their level says nothing of "
     "long range; yet a model that pools over all positions still sees the whole as a bag of what "
     "is local. Rules: ± standard error over examples; bold is the best of a task on validation, "
-    "with which mark b compares. Models: as in the leaderboard.\n"
+    "with which mark b compares runs on the same data. Models: as in the leaderboard.\n"
 )
 # Words of a command that another column holds, or that are no part of a setting.
 TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
@@ -313,7 +314,13 @@ def bounded_table(board: Board) -> Table:
 
 def reaches(row: Row) -> str:
     """How far the row's models read; empty if they may read all. Layers may differ by task."""
-    return "; ".join(dict.fromkeys(reach_text(c.reach) for c in row.cells.values() if c.reach))
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for task, cell in row.cells.items():
+        if cell.reach:
+            tasks[reach_text(cell.reach)].append(task_title(task))
+    if len(tasks) < 2:
+        return "".join(tasks)
+    return "; ".join(f"{', '.join(names)} {text}" for text, names in tasks.items())
 
 
 def score_text(score: Score) -> str:
@@ -323,7 +330,7 @@ def score_text(score: Score) -> str:
 
 def data_note(kind: DataKind) -> str:
     """What a figure's data are, where they are not the benchmark's own or as good."""
-    return f" ({kind})" if kind in ("partial", "synthetic") else ""
+    return f" ({kind})" if kind != "files" else ""
 
 
 def bounded_sections(board: Board) -> list[str]:
@@ -345,9 +352,10 @@ def bounded_sections(board: Board) -> list[str]:
                   Table(header, rows).markdown()]  # fmt: skip
         if cells and floors.floors:
             rule = floors.worth_naming()[-1]
+            lines = beside_rule_table(rule, floors, board)
             parts += [f"Each run beside {escape_markdown(rule.title)}: test examples that only one "
                       "of them has right, and p of a two-sided sign test.\n",
-                      beside_rule_table(rule, floors, board).markdown()]  # fmt: skip
+                      lines.markdown()] * bool(lines.rows)  # fmt: skip
     return parts
 
 

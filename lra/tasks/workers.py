@@ -28,12 +28,20 @@ def available_cores() -> int:
     return os.cpu_count() or 1
 
 
-def available_memory() -> int:
-    """Bytes that processes may still take; a terabyte where the system does not say."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that processes may still take here, under a limit of their group too.
+
+    A terabyte where the system does not say. `root` holds proc/ and sys/.
+    """
+    found = 2**40
     with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(x for x in lines if x.startswith("MemAvailable:")).split()[1]) * 1024
-    return 2**40
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        found = int(next(x for x in lines if x.startswith("MemAvailable:")).split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        group = root / "sys/fs/cgroup"
+        limit, used = ((group / f"memory.{name}").read_text() for name in ("max", "current"))
+        found = min(found, max(0, int(limit) - int(used)))
+    return found
 
 
 def map_in_order(

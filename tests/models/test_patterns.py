@@ -112,15 +112,20 @@ def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("plain", [False, True], ids=["chunks", "plain"])
+WAYS: dict[str, dict[str, Any]] = {  # parts of a head, weights kept or formed again; other devices
+    "kept": {"CHUNK_SIZE": 200},
+    "again": {"CHUNK_SIZE": 200, "KEPT_WIDTH": 0},
+    "plain": {"has_fast_path": lambda _: False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_naive_version_with_gradients(name: str, plain: bool) -> None:
+def test_equals_the_naive_version_with_gradients(name: str, way: str) -> None:
     mixer = make(name)
     x_BLD, mask_BL = batch(40, 33, 9, 1)
     mask_BL[1, [2, 11, 12]] = False  # holes
-    # Two chunks, the last of them smaller, or the way of other devices.
-    change = {"has_fast_path": lambda _: False} if plain else {"CHUNK_SIZE": 200}
-    with mock.patch.multiple(patterns, **change):
+    with mock.patch.multiple(patterns, **WAYS[way]):
         y_BLD = mixer(x_BLD, mask_BL)
         ours = [y_BLD[mask_BL], *gradients(mixer, x_BLD, y_BLD, mask_BL)]
     y_BLD = CASES[name][1](mixer, x_BLD, mask_BL)
@@ -139,8 +144,9 @@ def test_any_length_gives_the_same_rows(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("width", [0, 256], ids=["again", "kept"])
 @pytest.mark.parametrize("name", CASES)
-def test_dropout_keeps_the_mean_and_has_the_gradient_of_what_it_kept(name: str) -> None:
+def test_dropout_keeps_the_mean_and_has_the_gradient_of_what_it_kept(name: str, width: int) -> None:
     mixer = make(name, attention_dropout=0.25)
     x_BLD, mask_BL = batch(20, 11)
 
@@ -148,7 +154,8 @@ def test_dropout_keeps_the_mean_and_has_the_gradient_of_what_it_kept(name: str) 
         torch.manual_seed(3)
         return mixer.train()(x_BLD, mask_BL)[mask_BL]
 
-    with mock.patch.object(patterns, "CHUNK_SIZE", 1):  # a seed for each example
+    # A seed for each example.
+    with mock.patch.multiple(patterns, CHUNK_SIZE=1, KEPT_WIDTH=width):
         assert torch.equal(run(x_BLD), run(x_BLD))
         assert not torch.equal(run(x_BLD), mixer.eval()(x_BLD, mask_BL)[mask_BL])
         direction = torch.randn_like(x_BLD)
