@@ -50,7 +50,7 @@ run: $(CORE)  ## the main job: Luna on ListOps with a short budget, ending in a 
 	@echo "                the first real entry: all 5,000 steps, some 25 minutes on two cores"
 
 test: $(EVERYTHING)  ## the fast tests
-	@echo "the fast tests: some 9 minutes on two cores; a dot for each test, and at the end why"
+	@echo "the fast tests: some 10 minutes on two cores; a dot for each test, and at the end why"
 	@echo "tests were skipped. Those that take minutes each are left out: make test-slow"
 	$(BIN)/python -m pytest $(PARALLEL)
 
