@@ -41,11 +41,10 @@ GROUPS = ("task", "model", "recipe", "pretrain", "hardware", "logger", "experime
 PLUGINS = {  # of Hydra, and the extra that has them
     "joblib": "parallel", "submitit_slurm": "slurm", "submitit_local": "slurm", "optuna": "tune",
 }  # fmt: skip
+# Bytes that each job is taken to need; 0.9 to 1.2 GiB are usual for a small model on ListOps.
+MEMORY_OF_A_JOB = 3 * 2**29
 exit_codes: list[int] = []  # of the jobs that ended
 launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
-MEMORY_OF_A_JOB = (
-    3 * 2**29
-)  # bytes, taken for each; 0.9 to 1.2 GiB are usual for a small model on ListOps
 sweep_sizes: list[int] = []  # its number of jobs
 told: set[str] = set()  # why jobs of it will be refused, as said before the first
 
@@ -64,7 +63,8 @@ def typed(cfg: DictConfig) -> RunConfig:
                 raise ValueError(complaint)
     values: Any = OmegaConf.to_container(cfg, resolve=True)
     config = fill(RunConfig, values)
-    if config.hardware.num_threads is None and (threads := threads_per_job()):
+    if config.hardware.num_threads is None and HydraConfig.initialized():
+        threads = threads_per_job(HydraConfig.get())
         config = replace(config, hardware=replace(config.hardware, num_threads=threads))
     return config
 
@@ -246,9 +246,8 @@ def job_settings() -> JobSettings:
     if job.mode != RunMode.MULTIRUN:
         return JobSettings(0, None, False, 1)
     basic = str(job.launcher._target_).endswith("BasicLauncher")
-    return JobSettings(
-        int(job.job.num), launch_folder(job), basic, 1 if basic else jobs_at_a_time()
-    )
+    at_a_time = 1 if basic else jobs_at_a_time(job)
+    return JobSettings(int(job.job.num), launch_folder(job), basic, at_a_time)
 
 
 def launch_folder(hydra: Any) -> Path:
@@ -256,18 +255,17 @@ def launch_folder(hydra: Any) -> Path:
     return Path(hydra.sweep.dir) / f"launch-{hydra.callbacks.summary.launch}"
 
 
-def jobs_at_a_time() -> int | None:
-    """Jobs that run side by side on this machine; None if they do not."""
-    launcher: Any = HydraConfig.get().launcher if HydraConfig.initialized() else {}
-    if not str(launcher.get("_target_", "")).endswith("JoblibLauncher"):
+def jobs_at_a_time(hydra: Any) -> int | None:
+    """Jobs that Hydra's settings run side by side on this machine; None if they do not."""
+    if not str(hydra.launcher.get("_target_", "")).endswith("JoblibLauncher"):
         return None
-    count = int(launcher.n_jobs)
+    count = int(hydra.launcher.n_jobs)
     return count if count > 0 else available_cores()
 
 
-def threads_per_job() -> int | None:
+def threads_per_job(hydra: Any) -> int | None:
     """Threads for one of several jobs that run side by side; None if they do not."""
-    count = jobs_at_a_time()
+    count = jobs_at_a_time(hydra)
     return None if count is None else max(1, available_cores() // count)
 
 
@@ -328,18 +326,16 @@ class SweepSummary(Callback):
         except OSError as error:
             fail(str(error))
         sweep_sizes.append(len(jobs))
-        is_joblib = str(hydra.launcher._target_).endswith("JoblibLauncher")
-        if config.sweep.parallel not in (None, 1) and not is_joblib:
+        count, threads = jobs_at_a_time(hydra), threads_per_job(hydra)
+        if config.sweep.parallel not in (None, 1) and count is None:
             fail(
                 f"sweep.parallel={config.sweep.parallel}: acts on the command line alone, as one "
                 "value; give it there"
             )
-        if is_joblib and jobs:
-            count = int(hydra.launcher.n_jobs)
-            threads = max(1, available_cores() // count) if count > 0 else 1
+        if count and threads and jobs:
             print(
-                f"{len(jobs)} jobs, {count if count > 0 else available_cores()} at a time with "
-                f"{threads} thread{'s' * (threads > 1)} each, unless they say otherwise",
+                f"{len(jobs)} jobs, {count} at a time with {threads} thread{'s' * (threads > 1)} "
+                "each, unless they say otherwise",
                 flush=True,
             )
         note_jobs(launches[-1], len(jobs), repeated)

@@ -329,7 +329,7 @@ def score_text(score: Score) -> str:
 
 
 def data_note(kind: DataKind) -> str:
-    """What a figure's data are, where they are not the benchmark's own or as good."""
+    """What a figure's data are, where they are not the benchmark's own files."""
     return f" ({kind})" if kind != "files" else ""
 
 
