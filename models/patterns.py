@@ -188,29 +188,39 @@ class _Plan:
         assert self.open_M is not None
         return x_BHGRK.flatten(2, 3).index_select(2, self.open_M + self.front)[:, :, None]
 
-    def put(self, y_BHGRK: Tensor, part: Part, y_BHgRK: Tensor) -> None:
-        """Set the rows of a part's queries."""
+    def put(self, y_BHLK: Tensor, part: Part, y_BHgRK: Tensor, factor: Tensor | float) -> None:
+        """Set the rows of a part's queries, times a factor; `y_BHLK` may lie in any order."""
         if part.is_open:
             assert self.open_M is not None
-            y_BHGRK.flatten(2, 3).index_copy_(2, self.open_M + self.front, y_BHgRK.flatten(2, 3))
-        else:
-            y_BHGRK[:, :, part.blocks] = y_BHgRK
+            y_BHLK.index_copy_(2, self.open_M, (y_BHgRK * factor).flatten(2, 3))
+            return
+        start = part.blocks.start * self.rows - self.front
+        first, last = max(start, 0), min(part.blocks.stop * self.rows - self.front, self.length)
+        inside = slice(first - start, last - start)
+        if isinstance(factor, Tensor):
+            factor = factor.flatten(2, 3)[:, :, inside]
+        y_BHPK = y_BHgRK.flatten(2, 3)[:, :, inside]
+        torch.mul(y_BHPK, factor, out=y_BHLK[:, :, first:last])
 
     def clear_open(self, x: Blocks) -> None:
         """Zeros for the rows of the queries that read everything."""
         if self.open_M is not None:
             x.inside.flatten(2, 3).index_fill_(2, self.open_M + self.front, 0)
 
-    def empty_blocks(self, scratch: _Scratch, name: str, x_BHLK: Tensor) -> Blocks:
-        """For rows like x, in memory that is used again."""
+    def block_sizes(self, x_BHLK: Tensor) -> tuple[int, ...]:
+        """[B, H, G, R, K] of the blocks of x."""
         batch_size, num_heads, _, width = x_BHLK.shape
-        sizes = (batch_size, num_heads, self.num_blocks, self.rows, width)
-        num_rows = math.prod(sizes[:4]) + 2 * self.margin
-        return Blocks(scratch.take(name, (num_rows, width), x_BHLK.dtype), sizes, self.margin)
+        return (batch_size, num_heads, self.num_blocks, self.rows, width)
 
-    def to_blocks(self, scratch: _Scratch, name: str, x_BHLK: Tensor, scale: float = 1) -> Blocks:
-        """Times a factor, in memory that is used again."""
-        blocks, end = self.empty_blocks(scratch, name, x_BHLK), self.front + self.length
+    def empty_blocks(self, take: Take, name: str, x_BHLK: Tensor) -> Blocks:
+        """For rows like x, in memory that `take` gives."""
+        sizes = self.block_sizes(x_BHLK)
+        num_rows = math.prod(sizes[:4]) + 2 * self.margin
+        return Blocks(take(name, (num_rows, sizes[4]), x_BHLK.dtype), sizes, self.margin)
+
+    def to_blocks(self, take: Take, name: str, x_BHLK: Tensor, scale: float = 1) -> Blocks:
+        """Times a factor, in memory that `take` gives."""
+        blocks, end = self.empty_blocks(take, name, x_BHLK), self.front + self.length
         if self.margin > 0:
             blocks.padded_PK[: self.margin] = 0
             blocks.padded_PK[-self.margin :] = 0
@@ -264,16 +274,18 @@ class _Attention(torch.autograd.Function):
         units, scratch = plan.units(*q_BHLK.shape[:2]), _Scratch()
         seeds = torch.randint(2**32, (len(units),)).tolist() if plan.p > 0 else [0] * len(units)
         y_BHLK = empty_heads_inside(q_BHLK)
-        keeps = any(ctx.needs_input_grad) and plan.keys_per_query <= KEPT_WIDTH
+        has_grad = any(ctx.needs_input_grad)
+        keeps = has_grad and plan.keys_per_query <= KEPT_WIDTH
         kept: list[list[Tensor]] = [[] for _ in units]
         keep_scale = 1 / keep_probability(plan.p) if plan.p > 0 else 1.0
 
         def attend(i: int) -> None:
             here = units[i].examples, units[i].heads
-            q = plan.to_blocks(scratch, "q", q_BHLK[here], q_BHLK.shape[3] ** -0.5 / math.log(2))
-            k = plan.to_blocks(scratch, "k", k_BHLK[here])
-            v = plan.to_blocks(scratch, "v", v_BHLK[here])
-            y = plan.empty_blocks(scratch, "y", q_BHLK[here])
+            take = new if has_grad else scratch.take
+            q = plan.to_blocks(take, "q", q_BHLK[here], q_BHLK.shape[3] ** -0.5 / math.log(2))
+            k = plan.to_blocks(take, "k", k_BHLK[here])
+            v = plan.to_blocks(take, "v", v_BHLK[here])
+            kept[i] += [x.padded_PK for x in (q, k, v)]
             generator = torch.Generator().manual_seed(seeds[i])
             for part in plan.parts(units[i]):
                 take = new if keeps else scratch.take
@@ -285,36 +297,33 @@ class _Attention(torch.autograd.Function):
                     piece.combine(plan.dropped(scratch, weight), v, part)
                     for (piece, _), weight in zip(plan.readers(part), weights, strict=True)
                 )
-                plan.put(y.inside, part, y_BHgRK.mul_(keep_scale / sum_BHgR1))
-            plan.from_blocks(y, 1, y_BHLK[here])
+                plan.put(y_BHLK[here], part, y_BHgRK, keep_scale / sum_BHgR1)
 
         side_by_side(attend, len(units))
-        ctx.save_for_backward(q_BHLK, k_BHLK, v_BHLK, y_BHLK, *itertools.chain(*kept))
+        # The rows in blocks, not the caller's: as many, and no second copy.
+        ctx.save_for_backward(y_BHLK, *itertools.chain(*kept))
         ctx.plan, ctx.units, ctx.seeds, ctx.keeps = plan, units, seeds, keeps
         return y_BHLK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_BHLK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
-        q_BHLK, k_BHLK, v_BHLK, y_BHLK, *kept = ctx.saved_tensors
+        y_BHLK, *kept = ctx.saved_tensors
         plan, units, seeds, scratch = ctx.plan, ctx.units, ctx.seeds, _Scratch()
         num_kept = len(kept) // len(units)
-        scale = q_BHLK.shape[3] ** -0.5
         keep_scale = 1 / keep_probability(plan.p) if plan.p > 0 else 1.0
-        dq_BHLK, dk_BHLK, dv_BHLK = beside_each_other(q_BHLK)
+        dq_BHLK, dk_BHLK, dv_BHLK = beside_each_other(y_BHLK)
 
         def differentiate(i: int) -> None:
             here = units[i].examples, units[i].heads
-            q = plan.to_blocks(scratch, "q", q_BHLK[here], scale / math.log(2))
-            k = plan.to_blocks(scratch, "k", k_BHLK[here])
-            v = plan.to_blocks(scratch, "v", v_BHLK[here])
-            dy = plan.to_blocks(scratch, "dy", dy_BHLK[here])
+            mine = iter(kept[i * num_kept : (i + 1) * num_kept])
+            sizes = plan.block_sizes(y_BHLK[here])
+            q, k, v = (Blocks(x_PK, sizes, plan.margin) for x_PK in itertools.islice(mine, 3))
+            dy = plan.to_blocks(scratch.take, "dy", dy_BHLK[here])
             # The softmax takes from each weight's gradient the mean of them under the weights.
             mean_BHL1 = (dy_BHLK[here] * y_BHLK[here]).sum(dim=-1, keepdim=True)
-            mean = plan.to_blocks(scratch, "mean", mean_BHL1)
-            dq, dk, dv = (
-                plan.empty_blocks(scratch, name, dy_BHLK[here]) for name in ("dq", "dk", "dv")
-            )
+            mean = plan.to_blocks(scratch.take, "mean", mean_BHL1)
+            dk, dv = (plan.empty_blocks(scratch.take, x, dy_BHLK[here]) for x in ("dk", "dv"))
             dk.padded_PK.zero_()
             dv.padded_PK.zero_()
             parts = plan.parts(units[i])
@@ -322,15 +331,14 @@ class _Attention(torch.autograd.Function):
             plan.clear_open(dy)
             plan.clear_open(mean)
             generator = torch.Generator().manual_seed(seeds[i])
-            mine = iter(kept[i * num_kept : (i + 1) * num_kept])
             for part, (q_BHgRK, dy_BHgRK, mean_BHgR1) in zip(parts, queries, strict=True):
                 *weights, sum_BHgR1 = (
                     itertools.islice(mine, len(plan.readers(part)) + 1)
                     if ctx.keeps
                     else plan.weights(scratch.take, q_BHgRK, k, part, generator)
                 )
-                dy_BHgRK = dy_BHgRK * (keep_scale / sum_BHgR1)
-                mean_BHgR1 = mean_BHgR1 / sum_BHgR1
+                dy_BHgRK *= keep_scale / sum_BHgR1
+                mean_BHgR1 /= sum_BHgR1
                 sums = []
                 for (piece, _), weight in zip(plan.readers(part), weights, strict=True):
                     dropped = plan.dropped(scratch, weight)
@@ -342,8 +350,7 @@ class _Attention(torch.autograd.Function):
                     dscore.addcmul_(weight, mean_BHgR1, value=-1)
                     piece.spread(dscore, q_BHgRK, dk, part)
                     sums.append(piece.combine(dscore, k, part))
-                plan.put(dq.inside, part, sum_of(sums))
-            plan.from_blocks(dq, scale, dq_BHLK[here])
+                plan.put(dq_BHLK[here], part, sum_of(sums), y_BHLK.shape[3] ** -0.5)
             plan.from_blocks(dk, math.log(2), dk_BHLK[here])
             plan.from_blocks(dv, 1, dv_BHLK[here])
 
