@@ -8,7 +8,8 @@ import time
 import traceback
 from pathlib import Path
 
-from lra.script import EXIT_USAGE  # lra comes first: it says what to do where packages are missing
+# lra comes first: it says what to do where packages are missing.
+from lra.script import EXIT_USAGE, exit_codes
 
 # isort: split
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
@@ -25,17 +26,22 @@ from lra.cli import (
     CONFIGS,
     check_dashes,
     compose_config,
-    exit_codes,
     explain,
-    job_settings,
-    launcher_words,
-    print_summary,
     run_program,
-    told,
     typed,
 )
 from lra.files import Unwritable
-from lra.sweep import Outcome, first_line, has_failed, note, objective, position, same_as
+from lra.multirun import job_settings, launcher_words, told
+from lra.sweep import (
+    Outcome,
+    first_line,
+    has_failed,
+    note,
+    objective,
+    position,
+    print_summary,
+    same_as,
+)
 
 ROOT = Path(__file__).resolve().parent
 

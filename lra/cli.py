@@ -1,52 +1,36 @@
-"""The only module that knows Hydra: composed configs in, typed configs and clear messages out."""
+"""Hydra's configs: composed ones in, typed ones and clear messages out; sweeps: see multirun.py."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-import random
 import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.experimental.callback import Callback
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_key
-from lra.files import check_writable
-from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, fail, unread
-from lra.sweep import Outcome, first_line, note_jobs, outcomes, summary
-from lra.tasks.workers import available_cores, available_memory
-
-if TYPE_CHECKING:
-    from lra.plan import Plan
+from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, unread
+from lra.sweep import end_sweep, first_line, launches, outcomes, print_summary
+from lra.tasks.workers import available_cores
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "pretrain", "hardware", "logger", "experiment")
 PLUGINS = {  # of Hydra, and the extra that has them
     "joblib": "parallel", "submitit_slurm": "slurm", "submitit_local": "slurm", "optuna": "tune",
 }  # fmt: skip
-# Bytes that each job is taken to need; 0.9 to 1.2 GiB are usual for a small model on ListOps.
-MEMORY_OF_A_JOB = 3 * 2**29
-exit_codes: list[int] = []  # of the jobs that ended
-launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
-sweep_sizes: list[int] = []  # its number of jobs
-told: set[str] = set()  # why jobs of it will be refused, as said before the first
 
 
 def typed(cfg: DictConfig) -> RunConfig:
@@ -228,33 +212,6 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return plain
 
 
-@dataclass(frozen=True)
-class JobSettings:
-    """Where a job stands in its sweep; number 0 and no folder outside one."""
-
-    number: int
-    launch: Path | None  # the folder of outcomes of this start of the sweep
-    in_sweep_process: bool  # one job after the other, in the process that the user started
-    at_a_time: int | None  # jobs; None where that is a cluster's matter
-
-
-def job_settings() -> JobSettings:
-    """The running job's place."""
-    job = HydraConfig.get()
-    if job.job.chdir:
-        os.chdir(job.runtime.cwd)  # relative paths are taken from there, wherever Hydra went
-    if job.mode != RunMode.MULTIRUN:
-        return JobSettings(0, None, False, 1)
-    basic = str(job.launcher._target_).endswith("BasicLauncher")
-    at_a_time = 1 if basic else jobs_at_a_time(job)
-    return JobSettings(int(job.job.num), launch_folder(job), basic, at_a_time)
-
-
-def launch_folder(hydra: Any) -> Path:
-    """Where the jobs of this start of a sweep leave their outcomes; one sweep.dir may see many."""
-    return Path(hydra.sweep.dir) / f"launch-{hydra.callbacks.summary.launch}"
-
-
 def jobs_at_a_time(hydra: Any) -> int | None:
     """Jobs that Hydra's settings run side by side on this machine; None if they do not."""
     if not str(hydra.launcher.get("_target_", "")).endswith("JoblibLauncher"):
@@ -267,232 +224,6 @@ def threads_per_job(hydra: Any) -> int | None:
     """Threads for one of several jobs that run side by side; None if they do not."""
     count = jobs_at_a_time(hydra)
     return None if count is None else max(1, available_cores() // count)
-
-
-def launcher_words(words: list[str]) -> list[str]:
-    """What `sweep.parallel` of a command stands for: a launcher, and how many jobs at a time.
-
-    Small models gain more from a core for each job than from all cores for one at a time, so
-    `auto` is as many as there are jobs, cores, and memory for, on a CPU.
-    """
-    asked = next((w.partition("=")[2] for w in reversed(words) if w[:15] == "sweep.parallel="), "")
-    if not {"-m", "--multirun"} & set(words) or asked in ("", "null"):
-        return []
-    overrides = [word for word in words if not word.startswith("-")]
-    if other := next((o for o in overrides if re.match("hydra[/.]launcher|hardware=slurm", o)), ""):
-        fail(f"sweep.parallel={asked}: {other} says already how jobs are started")
-    if asked == "1":
-        return []
-    if asked == "auto":
-        if other := next((o for o in overrides if re.match("hardware=.*gpu", o)), ""):
-            fail(
-                f"sweep.parallel=auto: counts cores, not what {other} needs; say how many at a time"
-            )
-        count = min(available_cores(), max(1, available_memory() // MEMORY_OF_A_JOB))
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-            with contextlib.suppress(HydraException):  # said when the sweep itself reads it
-                (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
-                count = max(1, min(count, len(jobs)))
-    elif asked.isdecimal() and int(asked) > 0:
-        count = int(asked)
-    else:
-        return []  # refused with the config
-    return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={count}"]
-
-
-class SweepSummary(Callback):
-    """Hydra calls this around the jobs of a sweep, whatever launches them."""
-
-    def __init__(self, launch: str) -> None:
-        self.launch = launch  # jobs find it in their config, see `launch_folder`
-
-    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Check all jobs before the first starts; remember where they leave their outcomes."""
-        hydra = config.hydra
-        overrides = list(hydra.overrides.task)
-        jobs, repeated = [], {}
-        if is_basic(hydra):
-            try:
-                jobs = sweep_jobs(hydra)
-            except HydraException as error:  # Hydra would only warn of an error in a callback
-                fail(explain(error, overrides))
-            repeated = check_jobs(jobs, overrides)
-        else:
-            check_search(hydra)
-        launches.append(launch_folder(hydra))
-        try:
-            check_writable(launches[-1], "paths.outputs")
-        except OSError as error:
-            fail(str(error))
-        sweep_sizes.append(len(jobs))
-        count, threads = jobs_at_a_time(hydra), threads_per_job(hydra)
-        if config.sweep.parallel not in (None, 1) and count is None:
-            fail(
-                f"sweep.parallel={config.sweep.parallel}: acts on the command line alone, as one "
-                "value; give it there"
-            )
-        if count and threads and jobs:
-            print(
-                f"{len(jobs)} jobs, {count} at a time with {threads} thread{'s' * (threads > 1)} "
-                "each, unless they say otherwise",
-                flush=True,
-            )
-        note_jobs(launches[-1], len(jobs), repeated)
-
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Print how each job ended and keep the worst exit code."""
-        end_sweep(launch_folder(config.hydra))
-        found = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
-        if not is_basic(config.hydra) and found.exists():
-            print(f"{found}\n{found.read_text().rstrip()}", flush=True)
-
-
-def end_sweep(launch: Path) -> None:
-    """Print how the jobs of a sweep ended and keep their exit codes."""
-    found = print_summary(launch)
-    exit_codes.extend(o.exit_code for o in found if o.status != "busy")
-
-
-def print_summary(launch: Path) -> list[Outcome]:
-    """Print how the jobs of a sweep ended so far, and return it."""
-    found = outcomes(launch)
-    print(summary(found, max(len(found), *sweep_sizes, 0)), flush=True)
-    return found
-
-
-def is_basic(hydra: Any) -> bool:
-    """Whether Hydra's own sweeper makes the jobs: all there are, known before the first."""
-    return str(hydra.sweeper._target_).endswith(".BasicSweeper")
-
-
-def sweep_words(hydra: Any) -> list[Override]:
-    """What the command line and `hydra.sweeper.params` give to a sweeper.
-
-    Raises:
-        HydraException: a word cannot be read.
-    """
-    params = hydra.sweeper.get("params") or {}
-    words = [f"{key}={value}" for key, value in params.items()]
-    # With the loader, which knows the choices of each group, `glob` can be read.
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    return parser.parse_overrides([*words, *hydra.overrides.task])
-
-
-def sweep_jobs(hydra: Any) -> list[list[str]]:
-    """The words of every job, as Hydra's own sweeper will make them.
-
-    Raises:
-        HydraException: a word cannot be read, or only an optimising sweeper can choose from it.
-    """
-    state = random.getstate()
-    overrides = sweep_words(hydra)
-    (jobs,) = BasicSweeper.split_arguments(overrides, None)
-    random.setstate(state)  # so that the sweeper will shuffle in the same way
-    if not jobs:
-        empty = next(o for o in overrides if o.is_sweep_override() and not [*o.sweep_iterator()])
-        fail(f"{empty.input_line}: no value in it, so the sweep has no jobs")
-    return jobs
-
-
-def check_jobs(jobs: list[list[str]], overrides: list[str]) -> dict[int, tuple[int, str]]:
-    """Say which jobs of a sweep will be refused, or are the same run, before the first has run.
-
-    Returns:
-        Jobs that would be the run of an earlier one: that one's number and the run's id, by number.
-    """
-    refused: dict[str, list[int]] = {}
-    first: dict[Path, int] = {}  # by the run's folder
-    repeated: dict[int, tuple[int, str]] = {}
-    for number, words in enumerate(jobs):
-        plan, message = check_job(words, overrides)
-        if plan is None:
-            refused.setdefault(message, []).append(number + 1)
-        elif plan.config.checkpoint is None:
-            earlier = first.setdefault(plan.run_dir, number)
-            if earlier != number:
-                repeated[number] = earlier, plan.run_id
-    hopeless = sum(map(len, refused.values())) == len(jobs)
-    for message, numbers in refused.items():
-        told.add(message)
-        if len(refused) == 1 and hopeless:
-            fail(message if len(jobs) == 1 else f"all {len(jobs)} jobs: {message}")
-        which = f"job {numbers[0]} ({' '.join(jobs[numbers[0] - 1])})"
-        if len(numbers) > 1:
-            which = f"{len(numbers)} of {len(jobs)} jobs ({', '.join(map(str, numbers))})"
-        print(f"warning: {which} will be refused: {message}", file=sys.stderr)
-    if hopeless:
-        fail("no job of this sweep could run, see above")
-    for earlier, name in dict.fromkeys(repeated.values()):
-        numbers = [number for number, same in repeated.items() if same == (earlier, name)]
-        ours, theirs = (
-            " ".join(word for word in jobs[one] if word not in jobs[other])
-            for one, other in ((numbers[0], earlier), (earlier, numbers[0]))
-        )
-        which = f"job {numbers[0] + 1} ({ours}) is"
-        if len(numbers) > 1:
-            which = f"{len(numbers)} jobs ({', '.join(str(n + 1) for n in numbers)}) are"
-        tail = "; how it is computed is no part of a run, so both need paths.outputs of their own"
-        print(
-            f"note: {which} skipped: the same run as job {earlier + 1} ({theirs}), {name}"
-            + (tail if "hardware" in ours else ""),
-            file=sys.stderr,
-        )
-    return repeated
-
-
-def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]:
-    """What a job will run, or why it will be refused."""
-    from lra.build import make_model, make_predictor
-    from lra.plan import Reference, make_plan
-
-    try:
-        plan = make_plan(typed(compose_config(words)), Reference(None, {}))
-        model = make_model(plan.config, plan.task)
-        if plan.config.pretrain.objective != "none":
-            make_predictor(plan.config, model)
-        return plan, ""
-    except HydraException as error:  # Hydra itself would end the sweep with it
-        fail(explain(error, overrides))
-    except (OmegaConfBaseException, ValueError) as error:
-        return None, explain(error, words)
-
-
-def check_search(hydra: Any) -> None:
-    """Check what can be known of the jobs that an optimising sweeper will choose."""
-    direction = str(hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
-    if direction != "maximize":
-        fail(
-            f"hydra.sweeper.direction={direction}: a job's worth is its best validation accuracy; "
-            "expected maximize"
-        )
-    first: dict[str, str] = {}  # the words of a job, by key
-    last: dict[str, str] = {}
-    fixed: set[str] = set()
-    try:
-        overrides = sweep_words(hydra)
-    except HydraException as error:  # such as params in a syntax of the sweeper's own
-        print(f"note: no job was checked beforehand ({first_line(error)})", file=sys.stderr)
-        return
-    for override in overrides:
-        key, value = override.get_key_element(), override.value()
-        if isinstance(value, IntervalSweep):
-            values = [str(value.start), str(value.end)]
-        elif override.is_sweep_override():
-            values = list(override.sweep_string_iterator()) or ["null"]
-        else:
-            values = [override.get_value_element_as_str()]
-            fixed.add(f"{key}={values[0]}")
-        first[key], last[key] = f"{key}={values[0]}", f"{key}={values[-1]}"
-    print(
-        "note: which jobs there will be is the sweeper's choice, so only the first and the last "
-        "value of each range are checked beforehand; every job is checked before it trains",
-        file=sys.stderr,
-    )
-    for words in (list(first.values()), list(last.values())):
-        if message := check_job(words, list(hydra.overrides.task))[1]:
-            chosen = " ".join(word for word in words if word not in fixed)
-            print(f"warning: a job with {chosen} will be refused: {message}", file=sys.stderr)
 
 
 def run_program(main: Callable[[], Any]) -> None:

@@ -266,6 +266,7 @@ class SweepConfig:
 
     fail_fast: bool = False  # start no further job once one has failed
     parallel: int | str | None = None  # jobs at a time, auto, or as the launcher has it
+    plan: bool = True  # say beforehand what the jobs will take, by timing a few steps of each kind
 
     def __post_init__(self) -> None:
         count = self.parallel

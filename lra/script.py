@@ -12,6 +12,8 @@ from typing import NoReturn
 
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_UNREAD = 2, 75, 141  # the last is 128 + SIGPIPE, as of a shell
 
+exit_codes: list[int] = []  # of what a program has done so far, such as the jobs of a sweep
+
 
 class Parser(argparse.ArgumentParser):
     """For scripts that take settings as key=value: shows the docstring, and knows a usual slip."""

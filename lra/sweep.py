@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lra.console import duration, percent
 from lra.files import write_atomically
+from lra.script import exit_codes
 
 JOBS = "jobs.json"  # what is known of them before the first starts
 STATUS_COLUMNS = ("job", "status", "test %", "run")
+launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
+sweep_sizes: list[int] = []  # its number of jobs
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,20 @@ def outcomes(folder: Path) -> list[Outcome]:
     return sorted(found, key=lambda o: o.number)
 
 
-def note_jobs(folder: Path, num_jobs: int, repeated: Mapping[int, tuple[int, str]]) -> None:
+def note_jobs(
+    folder: Path,
+    num_jobs: int,
+    repeated: Mapping[int, tuple[int, str]],
+    seconds: Sequence[float | None] = (),
+) -> None:
     """Leave for processes that a launcher starts what is known of the jobs.
 
     Args:
         num_jobs: 0 if that is not known.
         repeated: by number, jobs that would be the run of an earlier one; its number, the run's id.
+        seconds: what each job is expected to take, None where that is not known; empty: of none.
     """
-    values = {"num_jobs": num_jobs, "repeated": repeated}
+    values = {"num_jobs": num_jobs, "repeated": repeated, "seconds": seconds}
     write_atomically(folder / JOBS, json.dumps(values) + "\n")
 
 
@@ -80,7 +89,8 @@ def same_as(folder: Path, number: int, run_id: str) -> int | None:
 
 def _jobs(folder: Path) -> dict[str, Any]:
     path = folder / JOBS
-    return json.loads(path.read_text()) if path.exists() else {"num_jobs": 0, "repeated": {}}
+    known = {"num_jobs": 0, "repeated": {}, "seconds": ()}
+    return known | json.loads(path.read_text()) if path.exists() else known
 
 
 def position(folder: Path, number: int, *, at_a_time: int | None) -> str:
@@ -90,18 +100,53 @@ def position(folder: Path, number: int, *, at_a_time: int | None) -> str:
         number: of the job, from 0.
         at_a_time: jobs that run side by side, so that times can be added up; None: not known.
     """
-    num_jobs = _jobs(folder)["num_jobs"]
+    jobs = _jobs(folder)
+    num_jobs = jobs["num_jobs"]
     text = f"job {number + 1}" + (f" of {num_jobs}" if num_jobs > number else "")
-    times = [o.trained_s for o in outcomes(folder) if o.trained_s is not None]
-    if at_a_time and times and num_jobs > number:
-        left = sum(times) / len(times) * math.ceil((num_jobs - number) / at_a_time)
-        text += f"; at the pace so far about {duration(left)} to the end of the sweep"
+    if not at_a_time or num_jobs <= number:
+        return text
+    planned = jobs["seconds"] or [None] * num_jobs
+    known = [seconds for seconds in planned if seconds]
+    # Of a job that nothing is known of, as much as of the others.
+    usual = sum(known) / len(known) if known else 1.0
+    shares = [usual if seconds is None else seconds for seconds in planned]
+    found = outcomes(folder)
+    trained = [(o.trained_s, shares[o.number]) for o in found if o.trained_s is not None]
+    pace, by = (1.0, "by the plan") if known else (None, "")
+    if (share := sum(share for _, share in trained)) > 0:
+        pace, by = sum(seconds for seconds, _ in trained) / share, "at the pace so far"
+    if pace is not None:
+        ended = {o.number for o in found}
+        # Jobs that run beside this one are taken to be half done.
+        beside = [shares[n] / 2 for n in range(number) if n not in ended]
+        left = pace * makespan([*beside, *shares[number:]], at_a_time)
+        if left:
+            text += f"; {by} about {duration(left)} to the end of the sweep"
     return text
+
+
+def makespan(seconds: Iterable[float | None], at_a_time: int) -> float:
+    """How long jobs take together that start in order, each once another has ended.
+
+    Those of which nothing is known (None) are left out.
+    """
+    ends = [0.0] * at_a_time
+    for one in seconds:
+        heapq.heappush(ends, heapq.heappop(ends) + (one or 0.0))
+    return max(ends)
 
 
 def has_failed(folder: Path) -> bool:
     """Whether a job of the sweep failed, so that `sweep.fail_fast` starts no more."""
     return any(o.exit_code for o in outcomes(folder))
+
+
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def summary(found: list[Outcome], num_jobs: int) -> str:
@@ -115,11 +160,6 @@ def summary(found: list[Outcome], num_jobs: int) -> str:
         run = o.run_id + (f" ({o.setting})" if o.setting else "")
         note = f"{run}{': ' if run and message else ''}{message}"
         lines.append((str(o.number + 1), o.status, accuracy, note))
-    widths = [max(len(line[i]) for line in lines) for i in range(3)]
-    text = [
-        "  ".join(c.ljust(w) for c, w in zip(line, [*widths, 0], strict=True)).rstrip()
-        for line in lines
-    ]
     counts: dict[str, int] = {}
     for o in found:
         counts[o.status] = counts.get(o.status, 0) + 1
@@ -127,8 +167,21 @@ def summary(found: list[Outcome], num_jobs: int) -> str:
         counts["without an outcome"] = num_jobs - len(found)
     return "\n".join(
         [
-            *text,
+            *aligned(lines),
             f"{num_jobs} job{'s' * (num_jobs != 1)}: "
             + ", ".join(f"{n} {s}" for s, n in counts.items()),
         ]
     )
+
+
+def end_sweep(launch: Path) -> None:
+    """Print how the jobs of a sweep ended and keep their exit codes."""
+    found = print_summary(launch)
+    exit_codes.extend(o.exit_code for o in found if o.status != "busy")
+
+
+def print_summary(launch: Path) -> list[Outcome]:
+    """Print how the jobs of a sweep ended so far, and return it."""
+    found = outcomes(launch)
+    print(summary(found, max(len(found), *sweep_sizes, 0)), flush=True)
+    return found

@@ -54,14 +54,13 @@ from lra.cli import (  # noqa: E402
     GROUPS,
     all_models,
     compose_config,
-    exit_codes,
     explain,
     run_program,
 )
 from lra.config import RunConfig, fill, nearest  # noqa: E402
 from lra.results.efficiency import benchmark_tables  # noqa: E402
 from lra.results.tables import Table  # noqa: E402
-from lra.script import Parser  # noqa: E402
+from lra.script import Parser, exit_codes  # noqa: E402
 from lra.speed.benchmarks import (  # noqa: E402
     BASELINE,
     SCHEMA_VERSION,

@@ -36,7 +36,7 @@ TINY = [
     "task.min_tree_length=10", "task.max_tree_length=60", "task.max_length=64", "shape.d_model=16",
     "shape.d_ff=16", "shape.head_hidden=[8]", "train.num_steps=8", "train.warmup_steps=2",
     "train.eval_every=4", "train.batch_size=4", "train.log_every=1",
-    "train.checkpoint_every=1", "hardware.num_threads=1",
+    "train.checkpoint_every=1", "hardware.num_threads=1", "sweep.plan=false",
 ]  # fmt: skip
 
 
@@ -225,9 +225,9 @@ def in_process(
     """What run.py would leave and print, for words that end before any work."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from lra import cli
+    from lra import multirun, script, sweep
 
-    for remembered in (cli.exit_codes, cli.launches, cli.sweep_sizes, cli.told):
+    for remembered in (script.exit_codes, sweep.launches, sweep.sweep_sizes, multirun.told):
         remembered.clear()
     monkeypatch.setattr(sys, "argv", [str(ROOT / "run.py"), *words])
     with patch.dict(os.environ), pytest.raises(SystemExit) as left:

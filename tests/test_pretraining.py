@@ -25,9 +25,10 @@ import lra.files
 import lra.job
 import lra.pretraining
 from lra.build import num_params, resolved
-from lra.cli import CONFIGS, check_job, compose_config, typed
+from lra.cli import CONFIGS, compose_config, typed
 from lra.config import NO_NUMBERS, RunConfig, config_hash, fill
 from lra.job import first_weights
+from lra.multirun import check_job
 from lra.plan import Reference, make_plan
 from lra.results import records
 from lra.results.records import Record

@@ -170,12 +170,12 @@ def test_commands_that_read_only(
     """In this process: the clone's programs, the modules of the same content that are here."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from lra import cli
+    from lra.script import exit_codes
 
     rule = rule_for(command)
     assert rule is not None
     program, *words = words_of(command, rule, fresh / "outputs")
-    cli.exit_codes.clear()
+    exit_codes.clear()
     monkeypatch.chdir(fresh)
     monkeypatch.setattr(sys, "argv", [program, *words])
     monkeypatch.setattr(sys, "path", [*sys.path])

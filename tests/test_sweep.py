@@ -15,10 +15,11 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from lra import cli
+from lra import multirun
 from lra.build import resolved
-from lra.cli import CONFIGS, check_jobs, check_search, compose_config, sweep_jobs, typed
+from lra.cli import CONFIGS, compose_config, typed
 from lra.config import config_hash
+from lra.multirun import check_jobs, check_search, sweep_jobs
 from lra.results import records
 from lra.results.leaderboard import make_rows
 from lra.sweep import (
@@ -227,15 +228,15 @@ def test_another_name_of_a_model_is_not_trained_twice(tmp_path: Path) -> None:
 
 def test_jobs_that_are_one_run_are_known_beforehand(capsys: pytest.CaptureFixture[str]) -> None:
     precisions = [[*TINY, f"hardware.precision={p}", "seed=3"] for p in ("float32", "bf16")]
-    ((number, (earlier, name)),) = check_jobs(precisions, []).items()
+    ((number, (earlier, name)),) = check_jobs(precisions, [])[1].items()
     assert (number, earlier) == (1, 0) and name.startswith("listops-luna-seed3-")
     assert "so both need paths.outputs of their own" in capsys.readouterr().err
     elsewhere = [[*words, f"paths.outputs=out{i}"] for i, words in enumerate(precisions)]
-    assert check_jobs(elsewhere, []) == {} and not capsys.readouterr().err
+    assert check_jobs(elsewhere, [])[1] == {} and not capsys.readouterr().err
     three = [[*TINY, f"train.log_every={n}"] for n in (1, 2, 3)]
-    assert check_jobs(three, []).keys() == {1, 2}
+    assert check_jobs(three, [])[1].keys() == {1, 2}
     assert "note: 2 jobs (2, 3) are skipped: the same run as job 1 (" in capsys.readouterr().err
-    assert check_jobs([[*TINY, f"checkpoint=outputs/{name}"] for name in "ab"], []) == {}
+    assert check_jobs([[*TINY, f"checkpoint=outputs/{name}"] for name in "ab"], []) == ({}, {})
 
 
 def test_a_sweeper_that_optimises_gets_validation_accuracy(tmp_path: Path) -> None:
@@ -446,25 +447,38 @@ def test_where_a_job_stands_and_how_long_the_rest_takes(tmp_path: Path) -> None:
     assert len(outcomes(tmp_path)) == 2
 
 
+def test_time_left_is_as_planned_until_jobs_have_shown_their_pace(tmp_path: Path) -> None:
+    note_jobs(tmp_path, 4, {}, [0.0, 60.0, 120.0, None])  # the first was finished before
+    note(tmp_path, Outcome(0, "completed", 0))
+    for number, at_a_time, left in ((1, 1, "4 min 30 s"), (2, 2, "2 min 00 s")):
+        assert position(tmp_path, number, at_a_time=at_a_time) == (
+            f"job {number + 1} of 4; by the plan about {left} to the end of the sweep"
+        )
+    note(tmp_path, Outcome(1, "completed", 0, trained_s=90))  # half as long again
+    assert position(tmp_path, 2, at_a_time=1) == (
+        "job 3 of 4; at the pace so far about 5 min 15 s to the end of the sweep"
+    )
+
+
 def test_jobs_at_a_time_are_as_many_as_cores_memory_and_jobs_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "available_cores", lambda: 8)
-    monkeypatch.setattr(cli, "available_memory", lambda: 7 * 2**30)
+    monkeypatch.setattr(multirun, "available_cores", lambda: 8)
+    monkeypatch.setattr(multirun, "available_memory", lambda: 7 * 2**30)
 
     def count(*words: str) -> str:
-        first, *rest = cli.launcher_words(["-m", *words]) or ["", ""]
+        first, *rest = multirun.launcher_words(["-m", *words]) or ["", ""]
         assert first in ("hydra/launcher=joblib", "")
         return rest[0].removeprefix("hydra.launcher.n_jobs=")
 
     assert count("sweep.parallel=auto", "seed=0,1,2") == "3"  # jobs
     assert count("sweep.parallel=auto", "seed=range(9)") == "4"  # memory
     assert count("sweep.parallel=auto", "model=glob(s*)", "seed=range(9)") == "4"
-    monkeypatch.setattr(cli, "available_memory", lambda: 2**40)
+    monkeypatch.setattr(multirun, "available_memory", lambda: 2**40)
     assert count("sweep.parallel=auto", "seed=range(9)") == "8"  # cores
     assert count("sweep.parallel=12", "seed=0,1") == "12"  # as asked
     assert count("sweep.parallel=1", "seed=0,1") == count("seed=0,1") == ""
-    assert cli.launcher_words(["sweep.parallel=auto", "seed=0"]) == []  # no sweep
+    assert multirun.launcher_words(["sweep.parallel=auto", "seed=0"]) == []  # no sweep
     for words, message in (
         (("sweep.parallel=2", "hydra/launcher=joblib"), "says already how jobs are started"),
         (("sweep.parallel=1", "hydra/launcher=joblib"), "says already how jobs are started"),
@@ -476,7 +490,7 @@ def test_jobs_at_a_time_are_as_many_as_cores_memory_and_jobs_allow(
     assert count("sweep.parallel=2", "hardware=gpu") == "2"
     for wrong in ("many", "0", "1.5"):
         with pytest.raises(ValueError, match=f"sweep.parallel={wrong}: expected"):
-            cli.typed(cli.compose_config([f"sweep.parallel={wrong}"]))
+            typed(compose_config([f"sweep.parallel={wrong}"]))
 
 
 def test_outcomes_in_a_folder(tmp_path: Path) -> None:

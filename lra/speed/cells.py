@@ -2,8 +2,9 @@
 
 The request is JSON on standard input: `config` (a run's config as plain values) with the arguments
 of `measure.measure` or, with `breakdown`, of `breakdown.breakdown`; or `configs` by name with those
-of `measure.step_times`. The answer is JSON lines on standard output: `hardware` first, so that a
-process which is ended from outside has at least said where it ran.
+of `measure.step_times` or, with `at_a_time`, of `forecast.print_forecasts`. The answer is JSON
+lines on standard output: `hardware` first (not of forecasts), so that a process which is ended
+from outside has at least said where it ran.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def main() -> None:
     given = request.pop("configs", None) or {"": request.pop("config")}
     configs = {name: fill(RunConfig, values) for name, values in given.items()}
     config = next(iter(configs.values()))
+    if "at_a_time" in request:
+        from lra.speed.forecast import print_forecasts
+
+        print_forecasts(configs, **request)
+        return
 
     from lra.training.hardware import Hardware
 

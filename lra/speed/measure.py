@@ -54,8 +54,15 @@ def random_batch(task: Task, batch_size: int, seed: int) -> Batch:
 
 def short_row(batch: Batch) -> Batch:
     """The start of the first row."""
+    return part(batch, 1, SHORT)
+
+
+def part(batch: Batch, num_rows: int, length: int) -> Batch:
+    """The start of the first rows."""
     return Batch(
-        batch.tokens_BSL[:1, :, :SHORT], batch.lengths_BS[:1].clamp(max=SHORT), batch.labels_B[:1]
+        batch.tokens_BSL[:num_rows, :, :length],
+        batch.lengths_BS[:num_rows].clamp(max=length),
+        batch.labels_B[:num_rows],
     )
 
 

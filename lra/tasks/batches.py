@@ -145,14 +145,12 @@ class TokenArrays:
     def batch(self, indices: np.ndarray, pad_to: int | None = None, epoch: int = 0) -> Batch:
         """Widen the examples at `indices` to ids, padded to `pad_to` or to their own longest row.
 
-        The longest row is rounded up to a multiple of 64, though never beyond the task's length.
         The epoch matters where each asks something else of the examples, as in hidden.py.
         """
         import torch
 
         lengths_BS = self.lengths_NS[indices]
-        rounded = max(1, -(-int(lengths_BS.max()) // PAD_MULTIPLE)) * PAD_MULTIPLE
-        width = pad_to or min(rounded, self.max_length)
+        width = pad_to or padded_length(int(lengths_BS.max()), self.max_length)
         tokens_BSL = np.zeros((*lengths_BS.shape, width), np.int64)
         for i, index in enumerate(indices):
             for s, length in enumerate(lengths_BS[i]):
@@ -162,6 +160,11 @@ class TokenArrays:
         return Batch(
             torch.from_numpy(tokens_BSL), torch.from_numpy(lengths_BS), torch.from_numpy(labels_B)
         )
+
+
+def padded_length(longest: int, max_length: int) -> int:
+    """How long rows of a batch are: the next multiple of 64, though never beyond the task's."""
+    return min(max(1, -(-longest // PAD_MULTIPLE)) * PAD_MULTIPLE, max_length)
 
 
 def _load(path: Path, mmap: bool = False) -> np.ndarray:

@@ -1,0 +1,173 @@
+"""What a sweep will take, said before its first job: a line for each setting, and the whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lra import runs
+from lra.console import duration
+from lra.plan import Plan
+from lra.results import records
+from lra.speed.cells import in_own_process
+from lra.speed.forecast import Forecast, batches_of
+from lra.sweep import aligned, first_line, makespan
+from lra.tasks.workers import available_memory
+from lra.training import checkpoint
+
+# Keys of `train` and `pretrain` that decide how long a run takes.
+LASTING = ("num_steps", "batch_size", "eval_every", "length_bucketing", "pad_to_max", "objective")
+MAX_LINES = 20
+KILLED = "its process was ended, for want of memory or after a minute"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Jobs that take the same: they differ in their seed, a rate or the like."""
+
+    name: str
+    numbers: list[int]  # of the jobs, from 0
+    num_finished: int
+    forecast: Forecast | str  # or why there is none; empty if it is not needed
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a whole job; None where that is not known."""
+        return self.forecast.seconds if isinstance(self.forecast, Forecast) else None
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Its line of the plan."""
+        finished = f" ({self.num_finished} finished)" if self.num_finished else ""
+        jobs = f"{len(self.numbers)}{finished}"
+        if not isinstance(self.forecast, Forecast):
+            return self.name, jobs, "not estimated" if self.forecast else "-", ""
+        memory = f"{self.forecast.memory_bytes / 2**30:.1f} GiB"
+        return self.name, jobs, f"about {duration(self.forecast.seconds)}", memory
+
+
+def settings_of(
+    jobs: Sequence[Sequence[str]], plans: Mapping[int, Plan], left: Mapping[int, float]
+) -> list[Setting]:
+    """The jobs that have a plan by what they take, without forecasts.
+
+    `left` is how much of each job is still to be done, by number.
+    """
+    alike: dict[str, list[int]] = {}
+    for number, plan in plans.items():
+        parts: dict[str, Any] = {key: plan.plain[key] for key in ("task", "model", "shape")}
+        parts["hardware"] = plan.plain["hardware"]
+        for phase in ("train", "pretrain"):
+            keys = plan.plain.get(phase, {})
+            parts[phase] = {key: keys[key] for key in LASTING if key in keys}
+        alike.setdefault(json.dumps(parts, sort_keys=True), []).append(number)
+    shared = set.intersection(*(set(jobs[number]) for number in plans)) if plans else set()
+    found = []
+    for numbers in alike.values():
+        first, common = plans[numbers[0]], set.intersection(*(set(jobs[n]) for n in numbers))
+        own = [word for word in jobs[numbers[0]] if word in common - shared
+               and not word.startswith(("model=", "task="))]  # fmt: skip
+        name = " ".join([first.model, first.task.name, *own])
+        found.append(Setting(name, numbers, sum(not left[n] for n in numbers), ""))
+    return found
+
+
+def share_left(plan: Plan) -> float:
+    """How much of a run is still to be done, of its steps: 0 if it is finished, 1 if all is."""
+    own = runs.own_record(plan.run_dir, plan.first_record)
+    with contextlib.suppress(ValueError):  # a record that the run will replace, or refuse
+        if own is not None and records.load(own).result is not None:
+            return 0.0
+    for newest in checkpoint.checkpoints(plan.run_dir / "checkpoints"):
+        return max(0.0, 1 - checkpoint.step_of(newest) / plan.config.train.num_steps)
+    return 1.0
+
+
+def forecasts(
+    configs: Mapping[str, Mapping[str, Any]], at_a_time: int
+) -> dict[str, Forecast | str]:
+    """The mean of what processes side by side measure for each config, or why there is none."""
+    answer = in_own_process({"configs": configs, "at_a_time": at_a_time})
+    found: dict[str, Forecast | str] = {}
+    for name in configs:
+        ended = [answer.get(f"{name} {number}", {"error": KILLED}) for number in range(at_a_time)]
+        errors = [str(one["error"]) for one in ended if "error" in one]
+        found[name] = errors[0] if errors else Forecast(
+            sum(one["seconds"] for one in ended) / at_a_time,
+            max(one["memory_bytes"] for one in ended),
+        )  # fmt: skip
+    return found
+
+
+def plan_sweep(
+    jobs: Sequence[Sequence[str]],
+    plans: Mapping[int, Plan],
+    *,
+    at_a_time: int,
+    num_threads: int | None,
+) -> tuple[list[Setting], list[float | None]]:
+    """Time a few steps of each setting of a sweep.
+
+    Args:
+        jobs: the words of each.
+        plans: by number, those of jobs that train: not refused, nor the run of an earlier job.
+        at_a_time: jobs that run side by side.
+        num_threads: of a job that says nothing else; None: as PyTorch chooses.
+
+    Returns:
+        The settings, and the seconds that each job still takes; None where that is not known.
+
+    Raises:
+        Exception: the process that measures has failed as a whole.
+    """
+    left = {number: share_left(plan) for number, plan in plans.items()}
+    settings = settings_of(jobs, plans, left)
+    at_a_time = max(1, min(at_a_time, sum(share > 0 for share in left.values())))
+    configs: dict[str, Mapping[str, Any]] = {}
+    found: dict[str, Forecast | str] = {}
+    for i, setting in enumerate(settings):
+        if setting.num_finished < len(setting.numbers):
+            plan = plans[setting.numbers[0]]
+            hardware = plan.plain["hardware"]
+            threads = hardware["num_threads"] or num_threads
+            configs[str(i)] = plan.plain | {"hardware": hardware | {"num_threads": threads}}
+            try:
+                batches_of(plan.task, plan.config)  # prepares data, as the job would, and says so
+            except (ValueError, OSError) as error:
+                found[str(i)] = first_line(error)
+                del configs[str(i)]
+    found |= forecasts(configs, at_a_time) if configs else {}
+    settings = [replace(s, forecast=found.get(str(i), "")) for i, s in enumerate(settings)]
+    seconds: list[float | None] = [0.0] * len(jobs)
+    for setting in settings:
+        for number in setting.numbers:
+            share = left[number]
+            seconds[number] = share and setting.seconds and share * setting.seconds
+    return settings, seconds
+
+
+def plan_text(
+    settings: Sequence[Setting], seconds: Sequence[float | None], at_a_time: int, head: str
+) -> str:
+    """One line a setting; how many jobs (`head` says so) take how long together; warnings."""
+    rows = [("setting", "jobs", "time each", "memory each"), *(s.cells for s in settings)]
+    lines = aligned(rows[: MAX_LINES + 1])
+    if len(rows) > MAX_LINES + 1:
+        lines.append(f"and {len(rows) - MAX_LINES - 1} settings more")
+    reasons = [s.forecast for s in settings if isinstance(s.forecast, str) and s.forecast]
+    lines += [f"not estimated: {why}" for why in dict.fromkeys(reasons)]
+    made = [s.forecast for s in settings if isinstance(s.forecast, Forecast)]
+    about = f"about {duration(makespan(seconds, at_a_time))}"
+    if None in seconds:
+        about = f"{about} and what is not estimated" if made else "no estimate"
+    lines.append(f"{head}: {about if any(s != 0 for s in seconds) else 'all finished'}")
+    needed = at_a_time * max((forecast.memory_bytes for forecast in made), default=0)
+    if needed > (free := available_memory()):
+        lines.append(
+            f"warning: {at_a_time} jobs at a time may need {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,310 @@
+"""What a sweep needs of Hydra: its jobs, checked and timed before the first; who runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from lra.cli import CONFIGS, compose_config, explain, jobs_at_a_time, threads_per_job, typed
+from lra.files import check_writable
+from lra.script import fail
+from lra.sweep import end_sweep, first_line, launches, note_jobs, sweep_sizes
+from lra.tasks.workers import available_cores, available_memory
+
+if TYPE_CHECKING:
+    from lra.plan import Plan
+
+# Bytes that each job is taken to need; 0.9 to 1.2 GiB are usual for a small model on ListOps.
+MEMORY_OF_A_JOB = 3 * 2**29
+told: set[str] = set()  # why jobs of the sweep will be refused, as said before the first
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """Where a job stands in its sweep; number 0 and no folder outside one."""
+
+    number: int
+    launch: Path | None  # the folder of outcomes of this start of the sweep
+    in_sweep_process: bool  # one job after the other, in the process that the user started
+    at_a_time: int | None  # jobs; None where that is a cluster's matter
+
+
+def job_settings() -> JobSettings:
+    """The running job's place."""
+    job = HydraConfig.get()
+    if job.job.chdir:
+        os.chdir(job.runtime.cwd)  # relative paths are taken from there, wherever Hydra went
+    if job.mode != RunMode.MULTIRUN:
+        return JobSettings(0, None, False, 1)
+    at_a_time = 1 if is_alone(job) else jobs_at_a_time(job)
+    return JobSettings(int(job.job.num), launch_folder(job), is_alone(job), at_a_time)
+
+
+def launch_folder(hydra: Any) -> Path:
+    """Where the jobs of this start of a sweep leave their outcomes; one sweep.dir may see many."""
+    return Path(hydra.sweep.dir) / f"launch-{hydra.callbacks.summary.launch}"
+
+
+def launcher_words(words: list[str]) -> list[str]:
+    """What `sweep.parallel` of a command stands for: a launcher, and how many jobs at a time.
+
+    Small models gain more from a core for each job than from all cores for one at a time, so
+    `auto` is as many as there are jobs, cores, and memory for, on a CPU.
+    """
+    asked = next((w.partition("=")[2] for w in reversed(words) if w[:15] == "sweep.parallel="), "")
+    if not {"-m", "--multirun"} & set(words) or asked in ("", "null"):
+        return []
+    overrides = [word for word in words if not word.startswith("-")]
+    if other := next((o for o in overrides if re.match("hydra[/.]launcher|hardware=slurm", o)), ""):
+        fail(f"sweep.parallel={asked}: {other} says already how jobs are started")
+    if asked == "1":
+        return []
+    if asked == "auto":
+        if other := next((o for o in overrides if re.match("hardware=.*gpu", o)), ""):
+            fail(
+                f"sweep.parallel=auto: counts cores, not what {other} needs; say how many at a time"
+            )
+        count = min(available_cores(), max(1, available_memory() // MEMORY_OF_A_JOB))
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            with contextlib.suppress(HydraException):  # said when the sweep itself reads it
+                (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)
+                count = max(1, min(count, len(jobs)))
+    elif asked.isdecimal() and int(asked) > 0:
+        count = int(asked)
+    else:
+        return []  # refused with the config
+    return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={count}"]
+
+
+def show_plan(
+    jobs: list[list[str]], plans: dict[int, Plan], at_a_time: int, threads: int | None, head: str
+) -> list[float | None]:
+    """Print what the jobs of a sweep will take; the seconds of each, or none if that fails."""
+    from lra.estimate import plan_sweep, plan_text
+
+    print("plan: timing a few steps of each setting (sweep.plan=false leaves it out)", flush=True)
+    try:
+        settings, seconds = plan_sweep(jobs, plans, at_a_time=at_a_time, num_threads=threads)
+        print(plan_text(settings, seconds, at_a_time, head), flush=True)
+        return seconds
+    except Exception as error:  # no sweep ends for want of a plan
+        print(f"{head}: no estimate ({first_line(error)})", flush=True)
+        return []
+
+
+class SweepSummary(Callback):
+    """Hydra calls this around the jobs of a sweep, whatever launches them."""
+
+    def __init__(self, launch: str) -> None:
+        self.launch = launch  # jobs find it in their config, see `launch_folder`
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Check all jobs before the first starts; remember where they leave their outcomes."""
+        hydra = config.hydra
+        overrides = list(hydra.overrides.task)
+        jobs: list[list[str]] = []
+        plans: dict[int, Plan] = {}
+        repeated: dict[int, tuple[int, str]] = {}
+        if is_basic(hydra):
+            try:
+                jobs = sweep_jobs(hydra)
+            except HydraException as error:  # Hydra would only warn of an error in a callback
+                fail(explain(error, overrides))
+            plans, repeated = check_jobs(jobs, overrides)
+        else:
+            check_search(hydra)
+        launches.append(launch_folder(hydra))
+        try:
+            check_writable(launches[-1], "paths.outputs")
+        except OSError as error:
+            fail(str(error))
+        sweep_sizes.append(len(jobs))
+        count, threads = jobs_at_a_time(hydra), threads_per_job(hydra)
+        if config.sweep.parallel not in (None, 1) and count is None:
+            fail(
+                f"sweep.parallel={config.sweep.parallel}: acts on the command line alone, as one "
+                "value; give it there"
+            )
+        head = f"{len(jobs)} job{'s' * (len(jobs) != 1)}, one after the other"
+        if count and threads:
+            head = (
+                f"{len(jobs)} jobs, {count} at a time with {threads} thread{'s' * (threads > 1)} "
+                "each, unless they say otherwise"
+            )
+        seconds: list[float | None] = []
+        if plans and config.sweep.plan and (count or is_alone(hydra)):
+            seconds = show_plan(jobs, plans, count or 1, threads, head)
+        elif count and jobs:
+            print(head, flush=True)
+        note_jobs(launches[-1], len(jobs), repeated, seconds)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Print how each job ended and keep the worst exit code."""
+        end_sweep(launch_folder(config.hydra))
+        found = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
+        if not is_basic(config.hydra) and found.exists():
+            print(f"{found}\n{found.read_text().rstrip()}", flush=True)
+
+
+def is_basic(hydra: Any) -> bool:
+    """Whether Hydra's own sweeper makes the jobs: all there are, known before the first."""
+    return str(hydra.sweeper._target_).endswith(".BasicSweeper")
+
+
+def is_alone(hydra: Any) -> bool:
+    """Whether jobs run one after the other, in the process that the user started."""
+    return str(hydra.launcher._target_).endswith("BasicLauncher")
+
+
+def sweep_words(hydra: Any) -> list[Override]:
+    """What the command line and `hydra.sweeper.params` give to a sweeper.
+
+    Raises:
+        HydraException: a word cannot be read.
+    """
+    params = hydra.sweeper.get("params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    # With the loader, which knows the choices of each group, `glob` can be read.
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    return parser.parse_overrides([*words, *hydra.overrides.task])
+
+
+def sweep_jobs(hydra: Any) -> list[list[str]]:
+    """The words of every job, as Hydra's own sweeper will make them.
+
+    Raises:
+        HydraException: a word cannot be read, or only an optimising sweeper can choose from it.
+    """
+    state = random.getstate()
+    overrides = sweep_words(hydra)
+    (jobs,) = BasicSweeper.split_arguments(overrides, None)
+    random.setstate(state)  # so that the sweeper will shuffle in the same way
+    if not jobs:
+        empty = next(o for o in overrides if o.is_sweep_override() and not [*o.sweep_iterator()])
+        fail(f"{empty.input_line}: no value in it, so the sweep has no jobs")
+    return jobs
+
+
+def check_jobs(
+    jobs: list[list[str]], overrides: list[str]
+) -> tuple[dict[int, Plan], dict[int, tuple[int, str]]]:
+    """Say which jobs of a sweep will be refused, or are the same run, before the first has run.
+
+    Returns:
+        By number, the plans of jobs that train; of jobs that would be the run of an earlier one,
+        that one's number and the run's id.
+    """
+    plans: dict[int, Plan] = {}
+    refused: dict[str, list[int]] = {}
+    first: dict[Path, int] = {}  # by the run's folder
+    repeated: dict[int, tuple[int, str]] = {}
+    for number, words in enumerate(jobs):
+        plan, message = check_job(words, overrides)
+        if plan is None:
+            refused.setdefault(message, []).append(number + 1)
+        elif plan.config.checkpoint is None:
+            earlier = first.setdefault(plan.run_dir, number)
+            if earlier == number:
+                plans[number] = plan
+            else:
+                repeated[number] = earlier, plan.run_id
+    hopeless = sum(map(len, refused.values())) == len(jobs)
+    for message, numbers in refused.items():
+        told.add(message)
+        if len(refused) == 1 and hopeless:
+            fail(message if len(jobs) == 1 else f"all {len(jobs)} jobs: {message}")
+        which = f"job {numbers[0]} ({' '.join(jobs[numbers[0] - 1])})"
+        if len(numbers) > 1:
+            which = f"{len(numbers)} of {len(jobs)} jobs ({', '.join(map(str, numbers))})"
+        print(f"warning: {which} will be refused: {message}", file=sys.stderr)
+    if hopeless:
+        fail("no job of this sweep could run, see above")
+    for earlier, name in dict.fromkeys(repeated.values()):
+        numbers = [number for number, same in repeated.items() if same == (earlier, name)]
+        ours, theirs = (
+            " ".join(word for word in jobs[one] if word not in jobs[other])
+            for one, other in ((numbers[0], earlier), (earlier, numbers[0]))
+        )
+        which = f"job {numbers[0] + 1} ({ours}) is"
+        if len(numbers) > 1:
+            which = f"{len(numbers)} jobs ({', '.join(str(n + 1) for n in numbers)}) are"
+        tail = "; how it is computed is no part of a run, so both need paths.outputs of their own"
+        print(
+            f"note: {which} skipped: the same run as job {earlier + 1} ({theirs}), {name}"
+            + (tail if "hardware" in ours else ""),
+            file=sys.stderr,
+        )
+    return plans, repeated
+
+
+def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]:
+    """What a job will run, or why it will be refused."""
+    from lra.build import make_model, make_predictor
+    from lra.plan import Reference, make_plan
+
+    try:
+        plan = make_plan(typed(compose_config(words)), Reference(None, {}))
+        model = make_model(plan.config, plan.task)
+        if plan.config.pretrain.objective != "none":
+            make_predictor(plan.config, model)
+        return plan, ""
+    except HydraException as error:  # Hydra itself would end the sweep with it
+        fail(explain(error, overrides))
+    except (OmegaConfBaseException, ValueError) as error:
+        return None, explain(error, words)
+
+
+def check_search(hydra: Any) -> None:
+    """Check what can be known of the jobs that an optimising sweeper will choose."""
+    direction = str(hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
+    if direction != "maximize":
+        fail(
+            f"hydra.sweeper.direction={direction}: a job's worth is its best validation accuracy; "
+            "expected maximize"
+        )
+    first: dict[str, str] = {}  # the words of a job, by key
+    last: dict[str, str] = {}
+    fixed: set[str] = set()
+    try:
+        overrides = sweep_words(hydra)
+    except HydraException as error:  # such as params in a syntax of the sweeper's own
+        print(f"note: no job was checked beforehand ({first_line(error)})", file=sys.stderr)
+        return
+    for override in overrides:
+        key, value = override.get_key_element(), override.value()
+        if isinstance(value, IntervalSweep):
+            values = [str(value.start), str(value.end)]
+        elif override.is_sweep_override():
+            values = list(override.sweep_string_iterator()) or ["null"]
+        else:
+            values = [override.get_value_element_as_str()]
+            fixed.add(f"{key}={values[0]}")
+        first[key], last[key] = f"{key}={values[0]}", f"{key}={values[-1]}"
+    print(
+        "note: which jobs there will be is the sweeper's choice, so only the first and the last "
+        "value of each range are checked beforehand; every job is checked before it trains",
+        file=sys.stderr,
+    )
+    for words in (list(first.values()), list(last.values())):
+        if message := check_job(words, list(hydra.overrides.task))[1]:
+            chosen = " ".join(word for word in words if word not in fixed)
+            print(f"warning: a job with {chosen} will be refused: {message}", file=sys.stderr)

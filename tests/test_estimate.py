@@ -1,0 +1,152 @@
+"""What a sweep says beforehand: arithmetic on made-up times, and one real plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lra import estimate, multirun
+from lra.build import make_task, resolved
+from lra.cli import compose_config, typed
+from lra.config import PretrainConfig, config_hash
+from lra.estimate import plan_sweep, plan_text
+from lra.plan import Plan
+from lra.speed.forecast import Batches, Forecast, batches_of, run_seconds, typical
+from lra.tasks.cache import prepare
+from tests import test_sweep
+from tests.test_cli import TINY
+
+HOUR, GIB = 3600.0, 2**30
+
+
+def config(folder: Path, *words: str) -> Any:
+    return typed(compose_config([*TINY, f"paths.cache={folder}", *words]))
+
+
+def checked(folder: Path, *groups: list[str]) -> tuple[list[list[str]], dict[int, Plan]]:
+    """Jobs and plans of words that each are crossed with two seeds."""
+    places = [f"paths.{name}={folder}/{name}" for name in ("cache", "outputs", "results")]
+    jobs = [[*TINY, *places, *words, f"seed={seed}"] for words in groups for seed in (0, 1)]
+    return jobs, multirun.check_jobs(jobs, [])[0]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
+    """Instead of a measurement: an hour for softmax, two for others; what was asked for."""
+    asked: list[Mapping[str, Any]] = []
+
+    def forecasts(
+        configs: Mapping[str, Mapping[str, Any]], at_a_time: int
+    ) -> dict[str, Forecast | str]:
+        asked.append({"at_a_time": at_a_time, **configs})
+        return {
+            name: Forecast(HOUR if "softmax" in plain["model"]["_target_"] else 2 * HOUR, GIB)
+            for name, plain in configs.items()
+        }
+
+    monkeypatch.setattr(estimate, "forecasts", forecasts)
+    monkeypatch.setattr(estimate, "available_memory", lambda: 3 * GIB)
+    return asked
+
+
+def test_seconds_of_a_run_are_those_of_its_steps_and_evaluations(tmp_path: Path) -> None:
+    run = config(tmp_path, "train.num_steps=10", "train.eval_every=4", "train.batch_size=8")
+    batches = Batches([64], [64], num_val=20, num_test=30)
+    assert run_seconds(run, batches, step_s=2.0, example_s=0.1) == 20 + 3 * 2 + 3
+    pretrain = PretrainConfig("next", num_steps=5, batch_size=16, lr=0.1, eval_every=5)
+    more = run_seconds(replace(run, pretrain=pretrain), batches, step_s=2.0, example_s=0.1)
+    assert more == pytest.approx(29 + 5 * 2 * 2 + 2)  # twice the rows a step; one evaluation
+
+
+def test_lengths_are_those_of_the_batches_that_will_be_made(tmp_path: Path) -> None:
+    run = config(tmp_path, "task.max_length=128", "task.max_tree_length=120")
+    found, data = batches_of(make_task(run), run), prepare(make_task(run), tmp_path)
+    assert len(found.train) == 16 and len(found.val) == 8 and found.num_test == 32
+    assert set(found.train) == {64, 128} and found.train == sorted(found.train)
+    assert found.val.count(128) == -(-int((data.val.lengths > 64).sum()) // 4)
+    padded = replace(run, train=replace(run.train, pad_to_max=True))
+    assert set(batches_of(make_task(padded), padded).train) == {128}
+    pictures = typed(compose_config(["task=image", "task.limit_test=7", f"paths.data={tmp_path}"]))
+    assert batches_of(make_task(pictures), pictures) == Batches([1024], [1024], 5_000, 7)
+    assert typical(range(90)) == [15, 45, 75] and typical([5]) == [5, 5, 5]
+
+
+def test_jobs_that_differ_in_seed_and_rate_alone_are_timed_once(
+    tmp_path: Path, measured: list[Mapping[str, Any]]
+) -> None:
+    jobs, plans = checked(
+        tmp_path, ["model=luna"], ["model=luna", "train.lr=0.1"], ["model=softmax"],
+        ["model=luna", "model.projection_length=8"],
+    )  # fmt: skip
+    settings, seconds = plan_sweep(jobs, plans, at_a_time=2, num_threads=3)
+    assert seconds == [2 * HOUR] * 4 + [HOUR] * 2 + [2 * HOUR] * 2
+    (asked,) = measured
+    assert asked.keys() == {"at_a_time", "0", "1", "2"} and asked["at_a_time"] == 2
+    assert asked["0"]["hardware"]["num_threads"] == 1  # as the job itself says
+    assert plan_text(settings, seconds, 2, "8 jobs").splitlines() == [
+        "setting                                 jobs  time each         memory each",
+        "luna listops                            4     about 2 h 00 min  1.0 GiB",
+        "softmax listops                         2     about 1 h 00 min  1.0 GiB",
+        "luna listops model.projection_length=8  2     about 2 h 00 min  1.0 GiB",
+        "8 jobs: about 7 h 00 min",
+    ]
+    assert "warning: 4 jobs at a time may need 4.0 GiB" in plan_text(settings, seconds, 4, "")
+
+
+def test_what_is_done_already_takes_no_time(
+    tmp_path: Path, measured: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, plans = checked(tmp_path, ["model=luna"], ["model=softmax"])
+    checkpoints = plans[1].run_dir / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "step-00000006.pt").touch()  # of 8
+    done = {plans[n].run_dir: Path("record.json") for n in (2, 3)}
+    monkeypatch.setattr(estimate.runs, "own_record", lambda run_dir, _: done.get(run_dir))
+    monkeypatch.setattr(estimate.records, "load", lambda path: type("Done", (), {"result": path}))
+    settings, seconds = plan_sweep(jobs, plans, at_a_time=1, num_threads=None)
+    assert seconds == [2 * HOUR, HOUR / 2, 0, 0] and measured[0].keys() == {"at_a_time", "0"}
+    text = plan_text(settings, seconds, 1, "4 jobs")
+    assert "\nsoftmax listops  2 (2 finished)  -\n" in text
+    assert text.endswith("4 jobs: about 2 h 30 min")
+    assert plan_text(settings[1:], [0.0, 0.0], 1, "2 jobs").endswith("2 jobs: all finished")
+
+
+def test_no_sweep_ends_for_want_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs, plans = checked(tmp_path, ["model=luna"], ["model=softmax"])
+
+    def fail(_: object) -> dict[str, Any]:
+        raise RuntimeError("injected\nmore")
+
+    monkeypatch.setattr(estimate, "in_own_process", fail)
+    assert multirun.show_plan(jobs, plans, 1, None, "4 jobs") == []
+    assert capsys.readouterr().out.endswith("4 jobs: no estimate (injected)\n")
+    # One setting that fails, or is killed, leaves the others their estimate.
+    answer = {"1 0": {"seconds": 60.0, "memory_bytes": GIB}, "0 0": {"error": "no data"}}
+    monkeypatch.setattr(estimate, "in_own_process", lambda request: answer)
+    assert multirun.show_plan(jobs, plans, 1, None, "4 jobs") == [None, None, 60, 60]
+    out = capsys.readouterr().out
+    assert "\nluna listops     2     not estimated\n" in out and "\nnot estimated: no data\n" in out
+    assert out.endswith("4 jobs: about 2 min 00 s and what is not estimated\n")
+
+
+def test_the_plan_is_no_part_of_a_run() -> None:
+    plain = [resolved(typed(compose_config([f"sweep.plan={p}"]))) for p in ("true", "false")]
+    assert plain[0] != plain[1] and config_hash(plain[0]) == config_hash(plain[1])
+
+
+def test_a_sweep_with_its_plan(tmp_path: Path) -> None:
+    code, out, err = test_sweep.sweep(tmp_path, "model=luna,softmax", "sweep.plan=true")
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("plan: ") and lines[1].startswith("setting ")
+    for line, name in zip(lines[2:4], ("luna", "softmax"), strict=True):
+        assert line.startswith(f"{name} listops") and line.endswith(" GiB") and "about" in line
+    assert lines[4].startswith("2 jobs, one after the other: about ")
+    assert lines[5].startswith("job 1 of 2; by the plan about ")
+    assert "2 jobs: 2 " in lines[-1]
