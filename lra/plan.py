@@ -96,7 +96,8 @@ def compare(plan: Plan, params: int) -> tuple[list[str], int]:
     """
     import torch
 
-    with torch.device("meta"):
+    # On the meta device it would draw no numbers, but import PyTorch's compiler, for a second.
+    with torch.random.fork_rng(devices=[]):
         baseline = num_params(make_model(plan.config, plan.task, plan.reference.baseline_model))
     why_not = changes(plan, ("shape.", "train.", "task."), "recipe")
     if plan.plain["shape"]["positions"] == "rotary_2d":

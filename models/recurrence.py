@@ -100,7 +100,6 @@ def scan_into(h_2NBL: Tensor, u_2NBL: Tensor, decay_N: Tensor, reverse: bool) ->
         side_by_side(scan_part, num_parts)
 
 
-@torch.compiler.disable  # compiled code has no complex numbers, and no results in strided memory
 def run_system(
     x_BLD: Tensor,
     mask_BL: Tensor,
@@ -115,6 +114,11 @@ def run_system(
     All are float32 or all float64 but for the complex decay. Kept for the gradient are x and the
     states. [B, L, D].
     """
+    if torch.compiler.is_compiling():
+        # Compiled code has no complex numbers, and no results in strided memory.
+        return torch.compiler.disable(run_system)(
+            x_BLD, mask_BL, decay_N, input_PD, output_QD, skip_D
+        )
     y_BLD: Tensor = _System.apply(x_BLD, mask_BL, decay_N, input_PD, output_QD, skip_D)
     return y_BLD
 

@@ -9,8 +9,9 @@
     python scripts/benchmark.py --check               # fails where a ratio is below its floor
 
 Every round measures every cell (model, length, mode) once, each in a process of its own; ratios are
-taken inside a round, and the tables show their median and spread. Writes
-`<paths.results>/benchmarks/<name>.json`; scripts/make_tables.py puts it beside published figures.
+taken inside a round, and the tables show their median and spread. What a CPU does by itself stands
+beside them, see lra/speed/limits.py. Writes `<paths.results>/benchmarks/<name>.json`;
+scripts/make_tables.py puts it beside published figures.
 Rows have random ids, full length and no padding. --peer adds other implementations of the models
 named, of all if none is (lra/speed/peers.py lists them), with the options of our model's config,
 and prints the speed of ours as a multiple of theirs. Words, besides the keys of the config:
@@ -66,6 +67,7 @@ from lra.speed.benchmarks import (  # noqa: E402
     SCHEMA_VERSION,
     Benchmark,
     Key,
+    Limits,
     Measurement,
     ratio_text,
     ratios_to,
@@ -337,6 +339,7 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
     if BASELINE not in models:
         print(f"warning: {BASELINE} is not among the models, so there are no ratios to it")
     started_at, load_average = _now(), round(os.getloadavg()[0], 2)
+    limits = machine_limits(next(iter(configs.values())), settings)
     rounds = Rounds(configs, settings)
     try:
         rounds.run()
@@ -345,7 +348,7 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
             config = fill(RunConfig, next(iter(configs.values())))
             found = as_record(rounds, config, settings)
             found = replace(
-                found, overrides=words, load_average=load_average, started_at=started_at
+                found, overrides=words, load_average=load_average, started_at=started_at, **limits
             )
             path = save(found, config.paths.results)
             for title, table in benchmark_tables(found):
@@ -353,6 +356,13 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
             for title, table in peer_tables(rounds):
                 print(f"\n{title}\n\n{table.markdown()}", end="")
             print(f"\nrecord   {path}")
+
+
+def machine_limits(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """What the CPU does by itself, as fields of the record; no limits where a GPU computes."""
+    answer = in_own_process({"config": values, "limits": True, "time_s": settings.time_s / 10})
+    found = [Limits(**rates) for rates in answer.get("limits", [])]  # nothing if it was killed
+    return {"limits": found, "l2_bytes": answer.get("l2_bytes")}
 
 
 def as_record(rounds: Rounds, config: RunConfig, settings: Settings) -> Benchmark:

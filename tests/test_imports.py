@@ -153,6 +153,22 @@ def test_help_and_config_import_nothing_heavy(arguments: list[str]) -> None:
     assert len(out.stdout) > 500
 
 
+def test_a_run_does_without_the_compiler(tmp_path: Path) -> None:
+    """Its import would take longer than all else between the start and the first step."""
+    words = [
+        "model=s5", "task=listops", "experiment=smoke", "task.max_length=32", "task.num_train=8",
+        "task.num_val=4", "task.num_test=4", "train.num_steps=1", "train.warmup_steps=0",
+        "train.batch_size=2", f"paths.data={tmp_path}", f"paths.outputs={tmp_path}",
+    ]  # fmt: skip
+    code = (
+        f"import sys, runpy; sys.argv = ['run.py', *{words!r}]\n"
+        "try: runpy.run_path('run.py', run_name='__main__')\n"
+        "except SystemExit as end: print('CODE', end.code, 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.endswith("CODE 0 False\n"), done.stdout + done.stderr
+
+
 BARE = """
 import importlib, pathlib, pkgutil, sys
 for name in ("tensorflow", "jax", "flax", "torchtext", "torchvision", "scipy", "sklearn",

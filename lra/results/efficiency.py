@@ -11,7 +11,7 @@ from pathlib import Path
 from lra.results.leaderboard import REAL, Row, task_title, tasks_with_own
 from lra.results.statistics import mean_std
 from lra.results.tables import GENERATED, Table, escape_markdown
-from lra.speed.benchmarks import BASELINE, Benchmark, BenchmarkCell, slope
+from lra.speed.benchmarks import BASELINE, Benchmark, BenchmarkCell, Limits, slope
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,31 @@ def published_efficiency_tables(rows: Sequence[Efficiency]) -> list[tuple[str, T
 
 
 def benchmark_tables(benchmark: Benchmark) -> list[tuple[str, Table]]:
-    """`benchmark_blocks` with titles that say what was measured on what."""
+    """`benchmark_blocks` with titles that say what was measured on what; the CPU's limits last."""
     blocks = benchmark_blocks(benchmark)
-    return [(f"{benchmark.title}: {mode}, {title}", table) for mode, title, table in blocks]
+    tables = [(f"{benchmark.title}: {mode}, {title}", table) for mode, title, table in blocks]
+    if benchmark.limits:
+        cache = f" ({benchmark.l2_bytes // 1024} KB of L2 a core)" if benchmark.l2_bytes else ""
+        title = f"{benchmark.hardware}{cache}: what it does by itself, by number of threads"
+        tables.append((title, limits_table(benchmark.limits)))
+    return tables
+
+
+LIMITS = {
+    "large_product_gflops": "product of 1,024 x 1,024 matrices, GFLOP/s",
+    "medium_products_gflops": "64 products of 64 x 64 matrices, GFLOP/s",
+    "small_products_gflops": "512 products of 16 x 32 by 32 x 48 matrices, GFLOP/s",
+    "copy_gb_per_s": "copy, read and written, GB/s",
+    "softmax_ns": "softmax, ns an element",
+    "draw_ns": "drawing for dropout, ns an element",
+}
+
+
+def limits_table(limits: Sequence[Limits]) -> Table:
+    """A line for each rate, a column for each number of threads."""
+    lines = [[text, *(_figure(getattr(found, name)) for found in limits)]
+             for name, text in LIMITS.items()]  # fmt: skip
+    return Table(["Rate", *(str(found.threads) for found in limits)], lines)
 
 
 def benchmark_blocks(benchmark: Benchmark) -> list[tuple[str, str, Table]]:

@@ -75,6 +75,19 @@ class BenchmarkCell:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a CPU does with so many threads; lra/speed/limits.py says what each figure is."""
+
+    threads: int
+    large_product_gflops: float
+    small_products_gflops: float
+    medium_products_gflops: float
+    copy_gb_per_s: float
+    softmax_ns: float
+    draw_ns: float
+
+
+@dataclass(frozen=True)
 class Benchmark:
     """One file."""
 
@@ -95,6 +108,8 @@ class Benchmark:
     load_average: float | None = None  # over a minute, at the start
     started_at: str = ""
     finished_at: str = ""
+    limits: list[Limits] = field(default_factory=list)  # none of a CUDA device
+    l2_bytes: int | None = None  # size of a core's second cache
 
     def __post_init__(self) -> None:
         if self.schema_version != SCHEMA_VERSION:

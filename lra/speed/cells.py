@@ -1,10 +1,11 @@
 """A measurement in a process of its own, so that its peak memory is its own and it may fail alone.
 
 The request is JSON on standard input: `config` (a run's config as plain values) with the arguments
-of `measure.measure` or, with `breakdown`, of `breakdown.breakdown`; or `configs` by name with those
-of `measure.step_times` or, with `at_a_time`, of `forecast.print_forecasts`. The answer is JSON
-lines on standard output: `hardware` first (not of forecasts), so that a process which is ended
-from outside has at least said where it ran.
+of `measure.measure`, with `breakdown` those of `breakdown.breakdown`, with `limits` those of
+`limits.machine_limits`; or `configs` by name with those of `measure.step_times` or, with
+`at_a_time`, of `forecast.print_forecasts`. The answer is JSON lines on standard output: `hardware`
+first (not of forecasts), so that a process which is ended from outside has at least said where it
+ran.
 """
 
 from __future__ import annotations
@@ -88,6 +89,12 @@ def main() -> None:
         from lra.speed.breakdown import breakdown
 
         print(json.dumps(breakdown(config, hardware, **request)))
+        return
+    if request.pop("limits", False):
+        from lra.speed.limits import l2_bytes, machine_limits
+
+        found = machine_limits(**request) if hardware.device.type == "cpu" else []
+        print(json.dumps({"limits": [asdict(rates) for rates in found], "l2_bytes": l2_bytes()}))
         return
     from lra.speed.measure import measure, step_times
 

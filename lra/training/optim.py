@@ -144,7 +144,7 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> Optimizer:
     A group of which `cfg.groups` says something is one of the optimiser's, by its `name`; all other
     parameters are the group "general".
     """
-    import torch
+    from lra.training.adam import AdamW  # brings torch
 
     own = own_groups(cfg)
     parts: dict[str, list[nn.Parameter]] = {"general": []}
@@ -162,7 +162,7 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> Optimizer:
         for name, parameters in parts.items()
         if parameters
     ]
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
+    return AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
 
 
 def own_groups(cfg: TrainConfig) -> dict[str, GroupConfig]:

@@ -26,6 +26,7 @@ from lra.speed import cells, peers, textbook
 from lra.speed.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
 from lra.speed.breakdown import ORDER, Roofline, breakdown, breakdown_rows, count
 from lra.speed.cells import CellFailed, in_own_process
+from lra.speed.limits import machine_limits
 from lra.speed.measure import measure, random_batch, step_times
 from lra.training.hardware import Hardware
 from models.encoder import Encoder, make_encoder
@@ -83,12 +84,25 @@ def test_a_call_leaves_a_record_that_the_tables_show(tmp_path: Path) -> None:
         assert cell.tokens_per_s == pytest.approx(cell.steps_per_s * 2 * cell.length)
         assert cell.peak_memory_bytes is not None and cell.peak_memory_bytes < 2**27
         assert (cell.ratio_spread is None) == (cell.model == "softmax")
+    (limits,) = benchmark.limits  # of the one thread that was asked for
+    assert limits.threads == 1 and min(dataclasses.astuple(limits)) > 0
+    *tables, (_, rates) = efficiency.benchmark_tables(benchmark)
+    assert rates.markdown() in done.stdout
+    assert efficiency.benchmark_tables(dataclasses.replace(benchmark, limits=[])) == tables
     table = "| Model | 32 |\n|---|---:|\n| luna:projection_length=4 |"
     assert table in done.stdout
 
     programs.call("scripts/make_tables.py", "--no-figures", cwd=tmp_path).check_returncode()
     text = (tmp_path / "results" / "tables" / "efficiency.md").read_text()
     assert table in text and "inference, steps per second (times softmax, spread over 2" in text
+
+
+def test_limits_leave_the_number_of_threads_as_it_was() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    one, two = machine_limits(time_s=0)
+    assert (one.threads, two.threads, torch.get_num_threads()) == (1, 2, 2)
+    torch.set_num_threads(before)
 
 
 def test_a_step_that_takes_too_long_is_marked(script: ModuleType) -> None:
@@ -111,7 +125,8 @@ def test_a_cell_that_does_not_answer_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_what_fails_otherwise_is_an_error_and_earlier_cells_are_kept(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([{"measured": {"status": "ok", "steps_per_s": 2.0}}])
+    limits: dict[str, Any] = {"limits": [], "l2_bytes": None}
+    answers = iter([limits, {"measured": {"status": "ok", "steps_per_s": 2.0}}])
 
     def answer(_request: dict[str, Any]) -> dict[str, Any]:
         for found in answers:

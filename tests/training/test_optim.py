@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from lra.config import GroupConfig, GroupsConfig, TrainConfig
+from lra.training.adam import AdamW
 from lra.training.optim import (
     describe_groups,
     learning_rate,
@@ -171,6 +174,26 @@ def test_groups_have_rates_and_decays_of_their_own() -> None:
     assert describe_groups(model, config("constant")) == []
     # A model without such parameters has no such group.
     assert {g["name"] for g in describe_groups(torch.nn.Linear(2, 2), cfg)} == set()
+
+
+def test_updates_are_those_of_pytorch_and_go_on_from_its_states() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.ones(5)) for _ in range(2))
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.3, "fused": True}
+    optimizers = AdamW([ours], **settings), torch.optim.AdamW([theirs], **settings)
+    for step in range(6):
+        gradient = torch.randn(5)
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = gradient.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert parameter.grad is None
+        assert torch.equal(ours, theirs)
+        if step == 3:
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+    ours_saved, saved = (optimizer.state_dict() for optimizer in optimizers)
+    assert ours_saved["param_groups"] == saved["param_groups"]
+    assert all(torch.equal(ours_saved["state"][0][k], v) for k, v in saved["state"][0].items())
 
 
 def test_an_optimiser_saved_before_there_were_groups_goes_on() -> None:
