@@ -9,8 +9,8 @@ Each figure is the median of several calls, in float32:
     medium_products_gflops  the same of 64 products of 64 x 64 matrices
     copy_gb_per_s           10^9 bytes a second, read and written, of 256 MiB, which no cache holds
     softmax_ns              nanoseconds an element, in 8,192 rows of 64
-    draw_ns                 nanoseconds an element of 16 random bits, as our dropout draws them, 2^19
-                            at a time
+    draw_ns                 nanoseconds an element of 16 random bits, as our dropout draws
+                            them, 2^19 at a time
 """
 
 from __future__ import annotations
