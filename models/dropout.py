@@ -220,10 +220,15 @@ def side_by_side(function: Callable[[int], None], count: int) -> None:
     """
     num_threads = torch.get_num_threads()
     num_workers = max(1, min(num_threads, count))
+    inference = torch.is_inference_mode_enabled()
 
     def call(i: int) -> None:
         # Modes hold for the thread that set them.
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with (
+            torch.inference_mode(inference),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
             function(i)
 
     if num_workers == 1:

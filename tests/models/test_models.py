@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from models import convolution, dropout, patterns
 from models.classifier import AttentionPooling, Classifier, pool_tokens
 from models.encoder import Encoder, make_encoder
 from models.layers import attend, sinusoidal_table
@@ -137,6 +139,10 @@ CAUSAL = {"none"}  # models whose first position sees nothing else, so cannot be
 BY_TRANSFORM = {"s4d", "mega"}  # whose sums over positions round with what comes later
 # Parameters of the last layer that the class token, which reads by others, does not need.
 UNREAD = {("longformer", "cls"): "blocks.1.mixer.qkv"}
+# Models that work on several examples at a time, in threads of their own, when not in training.
+SIDE_BY_SIDE = {
+    "local", "longformer", "bigbird", "sparse", "reformer", "sinkhorn", "s4d", "s5", "lru",
+}  # fmt: skip
 # Smaller than in the config, so that short rows, which are quick to test, take the whole path; and
 # both directions, since in one the first position sees nothing else.
 KNOBS: dict[str, dict[str, Any]] = {
@@ -192,6 +198,16 @@ def batch(*lengths: int, length: int | None = None, seed: int = 1) -> tuple[Tens
         row_L = torch.randint(1, SMALL.vocab_size, (SMALL.max_length,), generator=generator)
         tokens_BSL[b, 0, :n] = row_L[:n]
     return tokens_BSL, torch.tensor(lengths)[:, None]
+
+
+class CountingPool(ThreadPoolExecutor):
+    """Threads, and how often there were some."""
+
+    count = 0
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers)
+        CountingPool.count += 1
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
@@ -251,6 +267,26 @@ def test_shapes_and_a_gradient_for_every_parameter(name: str, pooling: Any) -> N
         assert parameter.grad is not None and parameter.grad.isfinite().all(), key
         is_read = UNREAD.get((name, pooling), "none") not in key
         assert parameter.grad.any() == is_read, key
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_evaluation_with_several_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So little at a time that there is work for each thread.
+    monkeypatch.setattr(patterns, "CHUNK_SIZE", 1)
+    monkeypatch.setattr(convolution, "BLOCK_SIZE", 1)
+    model, (tokens_BSL, lengths_BS) = build(name).eval(), batch(40, 7, 33)
+    with torch.no_grad():
+        expected_BC = model(tokens_BSL, lengths_BS)
+    monkeypatch.setattr(dropout, "ThreadPoolExecutor", pool := CountingPool)
+    num_pools, num_threads = pool.count, torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with torch.inference_mode():
+            logits_BC = model(tokens_BSL, lengths_BS)
+    finally:
+        torch.set_num_threads(num_threads)
+    assert largest_difference(logits_BC, expected_BC) < 1e-12
+    assert (pool.count > num_pools) == (name in SIDE_BY_SIDE)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "first", "last", "max", "attention"])
