@@ -123,8 +123,8 @@ class TrainConfig:
         ):
             raise ValueError(
                 f"train.warmup_steps={self.warmup_steps} is not below "
-                f"train.num_steps={self.num_steps}: the rate would rise to "
-                f"{100 * self.num_steps / self.warmup_steps:.1f} % of its peak at most; lower "
+                f"train.num_steps={self.num_steps}: the rate would only rise, to "
+                f"{100 * self.num_steps / self.warmup_steps:.1f} % of its peak at the end; lower "
                 "warmup_steps, or set train.allow_unreached_peak=true if that is meant"
             )
 
