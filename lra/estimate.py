@@ -139,7 +139,9 @@ def plan_sweep(
             except (ValueError, OSError) as error:
                 found[str(i)] = first_line(error)
                 del configs[str(i)]
-    found |= forecasts(configs, at_a_time) if configs else {}
+    if configs:
+        print("plan: timing a few steps (sweep.plan=false leaves it out)", flush=True)
+        found |= forecasts(configs, at_a_time)
     settings = [replace(s, forecast=found.get(str(i), "")) for i, s in enumerate(settings)]
     seconds: list[float | None] = [0.0] * len(jobs)
     for setting in settings:

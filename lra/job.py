@@ -134,7 +134,10 @@ def first_weights(plan: Plan) -> Classifier:
     model = make_model(config, plan.task)
     model.encoder.checkpoint_layers = config.hardware.activation_checkpointing
     if config.init_from:
-        model.load_state_dict(selected_weights(Path(config.init_from), model))
+        try:
+            model.load_state_dict(selected_weights(Path(config.init_from), model))
+        except ValueError as error:
+            raise ValueError(f"init_from={config.init_from}: {error}") from None
     return model
 
 

@@ -101,7 +101,6 @@ def show_plan(
     """Print what the jobs of a sweep will take; the seconds of each, or none if that fails."""
     from lra.estimate import plan_sweep, plan_text
 
-    print("plan: timing a few steps of each setting (sweep.plan=false leaves it out)", flush=True)
     try:
         settings, seconds = plan_sweep(jobs, plans, at_a_time=at_a_time, num_threads=threads)
         print(plan_text(settings, seconds, at_a_time, head), flush=True)

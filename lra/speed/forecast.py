@@ -166,7 +166,8 @@ def print_forecasts(configs: Mapping[str, RunConfig], at_a_time: int) -> None:
                     found = asdict(forecast(config, number))
             except Exception as error:
                 found = {"error": next(iter(str(error).splitlines()), type(error).__name__)}
-            print(json.dumps({f"{name} {number}": found}), flush=True)
+            # In one piece, as lines of several processes on one pipe have to be.
+            os.write(1, (json.dumps({f"{name} {number}": found}) + "\n").encode())
             os._exit(0)
         for _ in range(at_a_time):
             os.wait()
