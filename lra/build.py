@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lra.config import LATER, RunConfig, check, fill, load_target
+from lra.config import LATER, RunConfig
+from lra.values import check, fill, load_target
 
 if TYPE_CHECKING:
     from lra.tasks.task import Task

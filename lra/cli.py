@@ -21,10 +21,11 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.config import RunConfig, UnknownKey, fill, flatten, nearest, nearest_key
+from lra.config import RunConfig
 from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, unread
 from lra.sweep import end_sweep, first_line, launches, outcomes, print_summary
 from lra.tasks.workers import available_cores
+from lra.values import UnknownKey, fill, flatten, nearest, nearest_key
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "pretrain", "hardware", "logger", "experiment")

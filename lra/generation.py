@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lra.build import make_model, make_predictor, make_task
-from lra.config import RunConfig, fill
+from lra.config import RunConfig
 from lra.pretraining import WEIGHTS
 from lra.tasks.task import Task
 from lra.trained import check_run
 from lra.training.weights import selected_weights, stored_config
+from lra.values import fill
 from models.predictor import Predictor
 
 

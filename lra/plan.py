@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lra.build import make_model, make_task, model_name, num_params, resolved
-from lra.config import NO_NUMBERS, RunConfig, config_hash, flatten
+from lra.config import NO_NUMBERS, RunConfig, config_hash
 from lra.results import records
 from lra.results.records import Protocol, Record
+from lra.values import flatten
 
 if TYPE_CHECKING:
     from lra.tasks.task import Task

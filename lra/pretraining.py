@@ -19,7 +19,7 @@ import yaml
 
 from lra import files
 from lra.build import make_predictor
-from lra.config import LATER, NO_NUMBERS, config_hash, fill
+from lra.config import LATER, NO_NUMBERS, config_hash
 from lra.files import write_atomically
 from lra.plan import Plan
 from lra.results.blocks import curve_block, speed_block
@@ -32,6 +32,7 @@ from lra.training.hardware import Hardware
 from lra.training.progress import Progress
 from lra.training.stopping import Interrupted, stop_on_signals
 from lra.training.trainer import REMEDY, Diverged, Refused, train
+from lra.values import fill
 from models.classifier import Classifier
 
 WEIGHTS = "pretrained.pt"  # in a run's folder

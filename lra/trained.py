@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lra.build import make_model, make_task
-from lra.config import RunConfig, TrainConfig, fill, nearest
+from lra.config import RunConfig, TrainConfig
 from lra.console import percent
 from lra.results.statistics import wilson
 from lra.runs import STATUS
@@ -26,6 +26,7 @@ from lra.training.evaluate import evaluate
 from lra.training.hardware import Hardware
 from lra.training.progress import Progress
 from lra.training.weights import selected_path, selected_weights, stored_config
+from lra.values import fill, nearest
 
 
 class TrainedModel:

@@ -58,7 +58,7 @@ from lra.cli import (  # noqa: E402
     explain,
     run_program,
 )
-from lra.config import RunConfig, fill, nearest  # noqa: E402
+from lra.config import RunConfig  # noqa: E402
 from lra.results.efficiency import benchmark_tables  # noqa: E402
 from lra.results.tables import Table  # noqa: E402
 from lra.script import Parser, exit_codes  # noqa: E402
@@ -76,6 +76,7 @@ from lra.speed.benchmarks import (  # noqa: E402
 )
 from lra.speed.cells import CellFailed, in_own_process  # noqa: E402
 from lra.tasks.workers import available_cores  # noqa: E402
+from lra.values import fill, nearest  # noqa: E402
 
 LENGTHS = (1024, 2048, 3072, 4096)
 

@@ -30,23 +30,23 @@ from omegaconf.errors import OmegaConfBaseException  # noqa: E402
 
 from lra.build import model_name, resolved  # noqa: E402
 from lra.cli import CONFIGS, compose_config, typed  # noqa: E402
-from lra.config import config_hash, flatten, nearest, nearest_key  # noqa: E402
+from lra.config import config_hash  # noqa: E402
 from lra.results.control import control_command, phase_text  # noqa: E402
 from lra.results.leaderboard import (  # noqa: E402
     LEFT_OUT,
     MARKS,
-    TASKS,
     Cell,
     beside_controls,
     drop_duplicates,
     make_rows,
-    task_title,
     variants,
     why_left_out,
 )
+from lra.results.published import TASKS, task_title  # noqa: E402
 from lra.results.records import Record, load_all, unpack_correct  # noqa: E402
 from lra.results.statistics import Comparison, compare  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
+from lra.values import flatten, nearest, nearest_key  # noqa: E402
 
 Runs = tuple[Record, ...]
 PRETRAIN = "pretrain.objective"  # `pretrain` for short, as on run.py's command line

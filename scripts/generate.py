@@ -33,10 +33,11 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 # isort: split
 import numpy as np  # noqa: E402
 
-from lra.config import RunConfig, fill  # noqa: E402
+from lra.config import RunConfig  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
 from lra.tasks.cache import prepare  # noqa: E402
 from lra.tasks.task import Task  # noqa: E402
+from lra.values import fill  # noqa: E402
 
 NUM_TOKENS = 200
 UNSETTLED = 3  # a letter takes up to 4 bytes, so this many tokens may change how the last ones look

@@ -35,8 +35,9 @@ from omegaconf import OmegaConf  # noqa: E402
 
 from lra.build import model_name  # noqa: E402
 from lra.cli import CONFIGS, GROUPS, choices_with, compose_config, run_program  # noqa: E402
-from lra.config import RunConfig, describe_type, load_target, nearest_key  # noqa: E402
+from lra.config import RunConfig  # noqa: E402
 from lra.script import Parser  # noqa: E402
+from lra.values import describe_type, load_target, nearest_key  # noqa: E402
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lra.config import nearest  # noqa: E402
 from lra.files import check_writable, replacing  # noqa: E402
 from lra.results import (  # noqa: E402
     efficiency,
@@ -34,8 +33,10 @@ from lra.results import (  # noqa: E402
 )
 from lra.results.floors import load_all as load_floors  # noqa: E402
 from lra.results.probes import load_all as load_probes  # noqa: E402
+from lra.results.published import TASKS, Published, load_published  # noqa: E402
 from lra.script import run_script  # noqa: E402
 from lra.speed import benchmarks  # noqa: E402
+from lra.values import nearest  # noqa: E402
 
 
 def generate(
@@ -61,7 +62,7 @@ def generate(
     floors, damaged = load_floors(results)
     probes, unreadable = load_probes(results)
     more += damaged + unreadable
-    published = leaderboard.load_published(_own_or_ours(results, "published.csv"))
+    published = load_published(_own_or_ours(results, "published.csv"))
     published_speed = efficiency.load_efficiency(_own_or_ours(results, "published_efficiency.csv"))
     check_names(options, runs, published)
     check_place(results, out, chosen)
@@ -127,7 +128,7 @@ def generate(
 def check_names(
     options: leaderboard.Options,
     runs: Sequence[records.Record],
-    published: Sequence[leaderboard.Published],
+    published: Sequence[Published],
 ) -> None:
     """Refuse a task, model or recipe that neither a config nor a record or published row has.
 
@@ -136,7 +137,7 @@ def check_names(
     """
     models = [*(r.model for r in runs), *(p.model.lower() for p in published)]
     asked: list[tuple[str, Iterable[str], Iterable[str]]] = [
-        ("task", options.tasks, [*leaderboard.TASKS, *(r.task for r in runs)]),
+        ("task", options.tasks, [*TASKS, *(r.task for r in runs)]),
         ("model", options.models, models),
         ("recipe", [options.recipe] if options.recipe else [], (r.recipe for r in runs)),
     ]

@@ -33,12 +33,12 @@ from lra.cli import (  # noqa: E402
     run_program,
     typed,
 )
-from lra.config import nearest  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
 from lra.script import EXIT_USAGE, Parser, exit_codes  # noqa: E402
 from lra.tasks.batches import ARRAYS  # noqa: E402
 from lra.tasks.cache import Dataset, prepare, verify  # noqa: E402
 from lra.tasks.task import SPLITS, Task  # noqa: E402
+from lra.values import nearest  # noqa: E402
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 

@@ -26,10 +26,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra.config import NO_IDENTITY, config_hash, flatten, nearest  # noqa: E402
+from lra.config import NO_IDENTITY, config_hash  # noqa: E402
 from lra.console import percent  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
-from lra.results.leaderboard import finished, setting_text, task_title  # noqa: E402
+from lra.results.leaderboard import finished, setting_text  # noqa: E402
+from lra.results.published import task_title  # noqa: E402
 from lra.results.records import (  # noqa: E402
     Record,
     Status,
@@ -44,6 +45,7 @@ from lra.results.records import (  # noqa: E402
 )
 from lra.results.statistics import wilson  # noqa: E402
 from lra.script import run_script  # noqa: E402
+from lra.values import flatten, nearest  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 COMMANDS = ("list", "show", "command", "diff", "validate", "merge")

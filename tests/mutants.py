@@ -206,7 +206,7 @@ MUTANTS = [
            "results/test_compare.py sample_deviation"),
     Mutant("lra/results/statistics.py", "all(low > 0 or high < 0", "any(low > 0 or high < 0",
            "results/test_compare.py every_interval"),
-    Mutant("lra/results/leaderboard.py", 'if text not in (FAIL, "NA"):', "if text not in (FAIL,):",
+    Mutant("lra/results/published.py", 'if text not in (FAIL, "NA"):', "if text not in (FAIL,):",
            "results/test_papers.py not_available"),
     Mutant("lra/results/leaderboard.py",
            "means[-1] = FAIL_AS", "pass", "results/test_leaderboard.py path_x_as_50"),

@@ -19,7 +19,7 @@ import torch
 
 from lra import plan
 from lra.cli import compose_config, typed
-from lra.config import HardwareConfig, RunConfig, fill
+from lra.config import HardwareConfig, RunConfig
 from lra.files import Unwritable
 from lra.job import EXIT_CODES, run_job
 from lra.plan import Reference
@@ -31,6 +31,7 @@ from lra.trained import evaluate_checkpoint
 from lra.training import hardware
 from lra.training.evaluate import is_at_chance
 from lra.training.hardware import Hardware
+from lra.values import fill
 from models.classifier import Classifier
 from models.softmax import SoftmaxAttention
 from tests.toy import SIZES, Toy

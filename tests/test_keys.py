@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from lra.cli import CONFIGS, GROUPS, compose_config, unknown_key
-from lra.config import flatten
+from lra.values import flatten
 from scripts.keys import all_keys, class_comments, select, show
 
 CHOICES = [

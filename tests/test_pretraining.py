@@ -26,7 +26,7 @@ import lra.job
 import lra.pretraining
 from lra.build import num_params, resolved
 from lra.cli import CONFIGS, compose_config, typed
-from lra.config import NO_NUMBERS, RunConfig, config_hash, fill
+from lra.config import NO_NUMBERS, RunConfig, config_hash
 from lra.job import first_weights
 from lra.multirun import check_job
 from lra.plan import Reference, make_plan
@@ -36,6 +36,7 @@ from lra.tasks.cache import prepare
 from lra.tasks.task import Example
 from lra.trained import TrainedModel, evaluate_checkpoint
 from lra.training import checkpoint
+from lra.values import fill
 from models.softmax import SoftmaxAttention
 from tests import test_job
 from tests.programs import ROOT

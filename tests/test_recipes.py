@@ -13,10 +13,10 @@ import torch
 
 from lra.build import make_task
 from lra.cli import CONFIGS, compose_config, typed
-from lra.config import check, fill, load_target
 from lra.job import run_job
 from lra.plan import Reference
 from lra.results.papers import TASKS
+from lra.values import check, fill, load_target
 from models.classifier import Classifier
 from models.encoder import make_encoder
 from models.shape import Shape

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lra.config import convert
 from lra.results.records import Point, RunResult, SplitResult, pack_correct
+from lra.values import convert
 
 
 def data_block(

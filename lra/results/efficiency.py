@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lra.results.leaderboard import REAL, Row, task_title, tasks_with_own
+from lra.results.leaderboard import REAL, Row, tasks_with_own
+from lra.results.published import task_title
 from lra.results.statistics import mean_std
 from lra.results.tables import GENERATED, Table, escape_markdown
 from lra.speed.benchmarks import BASELINE, Benchmark, BenchmarkCell, Limits, slope

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from lra.console import percent
 from lra.results.floors import Floors
-from lra.results.leaderboard import Cell, Pretrained, Row, task_title, tasks_with_own
+from lra.results.leaderboard import Cell, Pretrained, Row, tasks_with_own
+from lra.results.published import task_title
 from lra.results.records import Record
 from lra.speed.benchmarks import Benchmark, slope
 

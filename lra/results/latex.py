@@ -11,19 +11,7 @@ from pathlib import Path
 from lra.console import percent
 from lra.results.control import control_command, phase_text
 from lra.results.efficiency import Efficiency, benchmark_blocks, beside_tables, runs_table
-from lra.results.leaderboard import (
-    AVERAGES,
-    FAIL,
-    FAIL_AS,
-    MARKS,
-    REAL,
-    Board,
-    Cell,
-    Pretrained,
-    Published,
-    Row,
-    task_title,
-)
+from lra.results.leaderboard import MARKS, REAL, Board, Cell, Pretrained, Row
 from lra.results.papers import (
     Paper,
     averages_note,
@@ -31,6 +19,7 @@ from lra.results.papers import (
     stands,
     theirs,
 )
+from lra.results.published import AVERAGES, FAIL, FAIL_AS, Published, task_title
 from lra.results.tables import (
     BOLD,
     PRETRAINED_LEGEND,

@@ -1,4 +1,4 @@
-"""Records and published figures to rows: which runs count and share a cell, how it reads (FAIL).
+"""Records to rows: which runs count and share a cell, how it reads (FAIL).
 
 A cell holds the runs of one config hash, one a seed: mean ± sample deviation (n), in percent.
 Published rows are kept apart and never enter a mean; neither do runs with self-pretraining, which
@@ -8,7 +8,6 @@ stand beside their controls.
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
 import json
 from collections import Counter, defaultdict
@@ -21,31 +20,28 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lra.config import LATER, NO_IDENTITY, NO_NUMBERS, flatten
+from lra.config import LATER, NO_IDENTITY, NO_NUMBERS
 from lra.console import percent
 from lra.results.control import tied_setting
 from lra.results.floors import Floor, Floors
+from lra.results.published import (
+    AVERAGES,
+    FAIL,
+    FAIL_AS,
+    FAMILIES,
+    MEANS,
+    PUBLISHED_NAMES,
+    TASKS,
+    Published,
+    namesake,
+    task_title,
+)
 from lra.results.records import Record, unpack_correct
 from lra.results.statistics import Comparison, compare, mean_std, sign_test, wilson
+from lra.values import flatten
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PUBLISHED = ROOT / "results" / "published.csv"
-TITLES = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image",
-          "pathfinder": "Pathfinder", "pathx": "Path-X"}  # fmt: skip
-TASKS = tuple(TITLES)
-AVERAGES = {"five": TASKS[:5], "six": TASKS}
-# What averages in print are taken over; a failed Path-X counts as FAIL_AS in those that have it.
-MEANS = AVERAGES | {"without retrieval": tuple(t for t in TASKS[:5] if t != "retrieval"),
-                    "without listops": TASKS[1:]}  # fmt: skip
-FAIL = "FAIL"
-FAIL_AS = 50.0  # what a failed Path-X counts in the mean of six tasks
 UNHASHED = NO_IDENTITY  # see lra.config.config_hash
-PUBLISHED_NAMES = {"softmax": "transformer"}  # where papers use another name than our configs
-# Kinds of published models, in the order of their sections. Self-pretrained models saw a task's
-# inputs without labels before they were trained on it: never in one section with any other.
-FAMILIES = ("attention", "state space", "linear recurrence", "long convolution", "moving average",
-            "other", "self-pretraining")  # fmt: skip
-INPUTS = ("", "ids", "real")  # how pixels are read: not known, as ids of a table, as numbers
 
 MARKS = {
     "a": "not apples to apples",
@@ -75,11 +71,6 @@ LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
 }
 
 
-def task_title(task: str) -> str:
-    """How a task is called in tables; one of your own keeps its name."""
-    return TITLES.get(task, task)
-
-
 @dataclass(frozen=True)
 class Options:
     """What the tables show."""
@@ -107,12 +98,6 @@ class Options:
     def shows(self, model: str) -> bool:
         """Whether a model is wanted, by our name or the papers'; `luna:key=value` is luna."""
         return not self.models or namesake(model) in map(namesake, self.models)
-
-
-def namesake(model: str) -> str:
-    """What our name of a model and the papers' have in common."""
-    name = model.partition(":")[0].lower()
-    return PUBLISHED_NAMES.get(name, name)
 
 
 @dataclass(frozen=True)
@@ -292,37 +277,6 @@ class Pretrained:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A row as a paper prints it: cells as text (a percentage, FAIL or empty)."""
-
-    model: str
-    variant: str
-    source: str
-    table: str
-    setting: str
-    cells: dict[str, str]  # by task
-    # By kind of MEANS: as printed, and by which source; first the row's own, then what papers that
-    # take the row over print for it.
-    averages: dict[str, tuple[str, str]]
-    family: str = FAMILIES[0]
-    inputs: str = INPUTS[0]
-    note: str = ""  # where the figures are from, unless the source itself was read
-
-    @property
-    def printed(self) -> tuple[str, str]:
-        """The average of the row's own source, and its kind; empty if it prints none."""
-        own = ((text, kind) for kind, (text, by) in self.averages.items() if by == self.source)
-        return next(own, ("", ""))
-
-    def average(self, tasks: Sequence[str]) -> float | None:
-        """Mean of the printed cells; a failed Path-X counts as 50."""
-        cells = [self.cells.get(task, "") for task in tasks]
-        if "" in cells or FAIL in cells[:5]:
-            return None
-        return mean_std([FAIL_AS if c == FAIL else float(c) for c in cells])[0]
-
-
-@dataclass(frozen=True)
 class Board:
     """Everything the tables show."""
 
@@ -333,65 +287,6 @@ class Board:
     left_out: list[tuple[str, Record]]  # with a key of LEFT_OUT
     notes: list[str]
     floors: list[Floors]
-
-
-def load_published(path: Path | None = None) -> list[Published]:
-    """Rows of results/published.csv, in its order; none if there is no such file here.
-
-    Raises:
-        ValueError: names line and cell of an unknown task or kind, or of a value that is no
-            percentage, or an average without its row.
-    """
-    if path is None and not PUBLISHED.exists():
-        return []
-    path = path or PUBLISHED
-    rows: dict[tuple[str, ...], Published] = {}
-    with path.open(encoding="utf-8", newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            where, task, text = f"{path}:{line}", row["task"], row["accuracy_percent"]
-            if task not in (*TASKS, "avg"):
-                raise ValueError(f"{where}: task={task!r}; known: {', '.join(TASKS)}, avg")
-            if text not in (FAIL, "NA"):
-                check_percent(text, f"{where}: accuracy_percent")
-            family, inputs, average_of = (  # a file may lack these columns
-                _known(row.get(column) or known[0], known, f"{where}: {column}")
-                for column, known in (("family", FAMILIES), ("inputs", INPUTS),
-                                      ("average_of", tuple(MEANS)))
-            )  # fmt: skip
-            identity = tuple(
-                row[k] for k in ("model", "variant", "source", "source_table", "setting")
-            )
-            model, variant, source, table, setting = identity
-            figure = "" if text == "NA" else text
-            if task != "avg":
-                new = Published(model, variant, source, table, setting, {}, {}, family, inputs,
-                                row.get("note") or "")  # fmt: skip
-                rows.setdefault(identity, new).cells[task] = figure
-                continue
-            found = rows.get(identity)
-            if not found:  # an average that a paper prints for a row of another one
-                same = [p for p in rows.values() if (p.model, p.variant) == (model, variant)]
-                if not same or average_of in same[-1].averages:
-                    raise ValueError(f"{where}: no row {[model, variant]} before this average")
-                found = same[-1]
-            found.averages[average_of] = figure, source
-    return list(rows.values())
-
-
-def _known(value: str, known: Sequence[str], where: str) -> str:
-    if value not in known:
-        raise ValueError(f"{where}={value!r}; known: {', '.join(filter(None, known))}")
-    return value
-
-
-def check_percent(text: str, where: str) -> None:
-    """Refuse what is not a percentage; a fraction in a percent table is the usual slip."""
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(f"{where}={text!r}: expected a percentage, {FAIL} or NA") from None
-    if not 1 < value <= 100:
-        raise ValueError(f"{where}={text}: expected a percentage above 1, at most 100; a fraction?")
 
 
 def build(

@@ -6,19 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lra.config import flatten
 from lra.console import percent
-from lra.results.leaderboard import (
-    AVERAGES,
-    FAIL,
-    FAIL_AS,
-    MEANS,
-    TASKS,
-    Published,
-    Row,
-    task_title,
-)
+from lra.results.leaderboard import Row
+from lra.results.published import AVERAGES, FAIL, FAIL_AS, MEANS, TASKS, Published, task_title
 from lra.results.tables import GENERATED, Table, errata, escape_markdown, footnotes, marked
+from lra.values import flatten
 
 
 @dataclass(frozen=True)

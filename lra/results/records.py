@@ -19,10 +19,11 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
-from lra.config import config_hash, fill
+from lra.config import config_hash
 from lra.files import write_atomically, write_new
 from lra.results import stored
 from lra.tasks.task import DataKind
+from lra.values import fill
 
 SCHEMA_VERSION = 1
 # When the schema changes: raise SCHEMA_VERSION and add a function here, under the version before,

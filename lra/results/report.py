@@ -13,18 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lra.config import flatten
 from lra.console import percent
 from lra.results.control import phase_text
-from lra.results.leaderboard import (
-    FAMILIES,
-    LEFT_OUT,
-    REAL,
-    Board,
-    Cell,
-    setting_text,
-    task_title,
-)
+from lra.results.leaderboard import LEFT_OUT, REAL, Board, Cell, setting_text
+from lra.results.published import FAMILIES, task_title
 from lra.results.records import Record
 from lra.results.statistics import wilson
 from lra.results.tables import (
@@ -42,6 +34,7 @@ from lra.results.tables import (
     published_sections,
 )
 from lra.results.yardsticks import best_published, best_rule, chance
+from lra.values import flatten
 
 FOLDER = Path(__file__).resolve().parent
 MAX_POINTS = 32  # of a curve

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lra.config import fill
+from lra.values import fill
 
 T = TypeVar("T")
 

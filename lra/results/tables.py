@@ -14,23 +14,17 @@ from lra.console import percent, reach_text
 from lra.results.control import control_command, phase_text
 from lra.results.floors import Floor, Floors, Score
 from lra.results.leaderboard import (
-    AVERAGES,
-    FAIL,
-    FAIL_AS,
-    FAMILIES,
     LEFT_OUT,
     MARKS,
-    MEANS,
     REAL,
     UNHASHED,
     Board,
     Cell,
     Options,
     Pretrained,
-    Published,
     Row,
-    task_title,
 )
+from lra.results.published import AVERAGES, FAIL, FAIL_AS, FAMILIES, MEANS, Published, task_title
 from lra.results.records import Record
 from lra.results.statistics import sign_test
 from lra.tasks.task import DataKind

@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lra.config import fill
 from lra.files import write_atomically
+from lra.values import fill
 
 SCHEMA_VERSION = 1
 BASELINE = "softmax"  # the model that ratios refer to

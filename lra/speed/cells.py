@@ -19,8 +19,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lra.config import RunConfig, fill
+from lra.config import RunConfig
 from lra.speed.benchmarks import Measurement, Status
+from lra.values import fill
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 REFUSED = 2

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lra.config import load_target
+from lra.values import load_target
 from models.shape import Shape
 
 

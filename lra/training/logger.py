@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lra.config import LoggerConfig, config_hash, flatten
+from lra.config import LoggerConfig, config_hash
+from lra.values import flatten
 
 ENDED = ("completed", "at_chance", "diverged")  # no step of such a run is still to come
 SUMMARY = ("status", "message", "result.", "protocol.", "speed.", "num_params", "peak_memory_bytes")

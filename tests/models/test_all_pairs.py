@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from lra.cli import CONFIGS, compose_config, typed
 from lra.job import run_job
 from lra.plan import Reference
-from lra.results.leaderboard import TITLES
+from lra.results.published import TITLES
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 TASKS = ["listops", "text", "retrieval", "image", "pathfinder", "pathx"]

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from lra.config import fill
 from lra.results import efficiency, latex, papers, typeset
-from lra.results.leaderboard import TASKS, Board, Options, build, load_published
+from lra.results.leaderboard import Board, Options, build
+from lra.results.published import TASKS, load_published
 from lra.speed.benchmarks import Benchmark
+from lra.values import fill
 from tests.made_up import benchmark_values, make_record, sixty_records
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,19 +18,17 @@ from lra.console import percent
 from lra.results import efficiency, latex, leaderboard, papers, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import (
-    FAIL,
     MARKS,
-    TASKS,
     Board,
     Cell,
     Options,
     Row,
     build,
-    load_published,
     make_rows,
     setting_text,
     task_table,
 )
+from lra.results.published import FAIL, TASKS, load_published
 from lra.results.records import Protocol, Record, pack_correct
 from tests.made_up import make_record, markdown_rows, sixty_records
 

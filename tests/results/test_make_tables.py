@@ -12,13 +12,10 @@ from pathlib import Path
 import pytest
 
 from lra.results import figures, tables
-from lra.results.leaderboard import (
-    Options,
-    build,
-    load_published,
-)
+from lra.results.leaderboard import Options, build
 from lra.results.papers import PAPERS
 from lra.results.probes import save as save_probes
+from lra.results.published import load_published
 from lra.results.records import load_all, save
 from tests import programs
 from tests.made_up import make_probes, make_record, write_sixty

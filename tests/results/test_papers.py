@@ -14,18 +14,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from lra.cli import compose_config
-from lra.config import flatten
 from lra.results import efficiency, latex, papers, tables
-from lra.results.leaderboard import (
-    FAMILIES,
-    TASKS,
-    Board,
-    Options,
-    build,
-    load_published,
-    task_table,
-)
+from lra.results.leaderboard import Board, Options, build, task_table
+from lra.results.published import FAMILIES, TASKS, load_published
 from lra.speed.benchmarks import load_benchmarks, slope
+from lra.values import flatten
 from tests.made_up import ACCURACY, benchmark_values, make_record, markdown_rows, sixty_records
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,8 @@ import pytest
 
 from lra.results import efficiency, figures, report, tables
 from lra.results.floors import Data, Floor, Floors, Score
-from lra.results.leaderboard import FAMILIES, TASKS, Board, Options, build, load_published
+from lra.results.leaderboard import Board, Options, build
+from lra.results.published import FAMILIES, TASKS, load_published
 from lra.results.records import Record, pack_correct, save
 from lra.results.yardsticks import CLASSES, best_published
 from lra.speed.benchmarks import load_benchmarks

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from torch import nn
 
 from lra.cli import all_models
-from lra.config import RunConfig, fill
+from lra.config import RunConfig
 from lra.results import efficiency
 from lra.speed import cells, peers, textbook
 from lra.speed.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
@@ -29,6 +29,7 @@ from lra.speed.cells import CellFailed, in_own_process
 from lra.speed.limits import machine_limits
 from lra.speed.measure import measure, random_batch, step_times
 from lra.training.hardware import Hardware
+from lra.values import fill
 from models.encoder import Encoder, make_encoder
 from models.shape import Shape
 from tests import programs
