@@ -61,6 +61,14 @@ def counting(
         yield show
 
 
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a table whose columns stand below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
 def percent(value: float | None) -> str:
     """Two decimals, or nothing. A half goes up, also where binary numbers fall just short of it."""
     return "" if value is None else f"{value + 1e-9:.2f}"

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lra import runs
-from lra.console import duration
+from lra.console import aligned, duration
 from lra.plan import Plan
 from lra.results import records
 from lra.speed.cells import in_own_process
 from lra.speed.forecast import Forecast, batches_of
-from lra.sweep import aligned, first_line, makespan
+from lra.sweep import first_line, makespan
 from lra.tasks.workers import available_memory
 from lra.training import checkpoint
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.console import duration, percent
+from lra.console import aligned, duration, percent
 from lra.files import write_atomically
 from lra.script import exit_codes
 
@@ -139,14 +139,6 @@ def makespan(seconds: Iterable[float | None], at_a_time: int) -> float:
 def has_failed(folder: Path) -> bool:
     """Whether a job of the sweep failed, so that `sweep.fail_fast` starts no more."""
     return any(o.exit_code for o in outcomes(folder))
-
-
-def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a table whose columns stand below each other."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
 
 
 def summary(found: list[Outcome], num_jobs: int) -> str:

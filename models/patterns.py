@@ -285,7 +285,8 @@ class _Attention(torch.autograd.Function):
             q = plan.to_blocks(take, "q", q_BHLK[here], q_BHLK.shape[3] ** -0.5 / math.log(2))
             k = plan.to_blocks(take, "k", k_BHLK[here])
             v = plan.to_blocks(take, "v", v_BHLK[here])
-            kept[i] += [x.padded_PK for x in (q, k, v)]
+            if has_grad:
+                kept[i] += [x.padded_PK for x in (q, k, v)]
             generator = torch.Generator().manual_seed(seeds[i])
             for part in plan.parts(units[i]):
                 take = new if keeps else scratch.take

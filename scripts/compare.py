@@ -39,11 +39,11 @@ from lra.results.leaderboard import (  # noqa: E402
     beside_controls,
     drop_duplicates,
     make_rows,
-    variants,
     why_left_out,
 )
 from lra.results.published import TASKS, task_title  # noqa: E402
 from lra.results.records import Record, load_all, unpack_correct  # noqa: E402
+from lra.results.settings import variants  # noqa: E402
 from lra.results.statistics import Comparison, compare  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
 from lra.values import flatten, nearest, nearest_key  # noqa: E402

@@ -27,9 +27,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.config import NO_IDENTITY, config_hash  # noqa: E402
-from lra.console import percent  # noqa: E402
+from lra.console import aligned, percent  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
-from lra.results.leaderboard import finished, setting_text  # noqa: E402
+from lra.results.leaderboard import finished  # noqa: E402
 from lra.results.published import task_title  # noqa: E402
 from lra.results.records import (  # noqa: E402
     Record,
@@ -43,6 +43,7 @@ from lra.results.records import (  # noqa: E402
     siblings,
     started,
 )
+from lra.results.settings import setting_text  # noqa: E402
 from lra.results.statistics import wilson  # noqa: E402
 from lra.script import run_script  # noqa: E402
 from lra.values import flatten, nearest  # noqa: E402
@@ -72,14 +73,9 @@ def list_records(results: Path, filters: list[str]) -> str:
             test = percent(100 * r.result.test.accuracy) if r.result else ""
             lines.append((r.name, r.recipe, r.status, f"{r.protocol.data}, {r.protocol.budget}",
                           test.rjust(6), r.finished_at, setting_text(r)))  # fmt: skip
-    widths = [max((len(line[i]) for line in lines), default=0) for i in range(6)]
-    rows = [
-        "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in lines
-    ]
     place = (results / "runs").absolute()
     missing = "" if place.is_dir() else ", which is not there; --results DIR looks elsewhere"
-    return "\n".join([*rows, f"{len(lines)} records in {place}{missing}", *warnings])
+    return "\n".join([*aligned(lines), f"{len(lines)} records in {place}{missing}", *warnings])
 
 
 def find(results: Path, text: str) -> Path:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from lra.console import percent
 from lra.results.figures import COLORS, DASHES, encode, make_panels
 from lra.results.floors import Floors
-from lra.results.leaderboard import Options, setting_text
+from lra.results.leaderboard import Options
 from lra.results.probes import Influence, Probes
 from lra.results.published import task_title
 from lra.results.records import Record
+from lra.results.settings import setting_text
 from lra.results.yardsticks import best_rule, chance
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ from urllib.parse import quote
 
 from lra.console import percent
 from lra.results.control import phase_text
-from lra.results.leaderboard import LEFT_OUT, REAL, Board, Cell, setting_text
+from lra.results.leaderboard import LEFT_OUT, REAL, Board, Cell
 from lra.results.published import FAMILIES, task_title
 from lra.results.records import Record
+from lra.results.settings import setting_text
 from lra.results.statistics import wilson
 from lra.results.tables import (
     LEGEND,

@@ -17,7 +17,6 @@ from lra.results.leaderboard import (
     LEFT_OUT,
     MARKS,
     REAL,
-    UNHASHED,
     Board,
     Cell,
     Options,
@@ -26,6 +25,7 @@ from lra.results.leaderboard import (
 )
 from lra.results.published import AVERAGES, FAIL, FAIL_AS, FAMILIES, MEANS, Published, task_title
 from lra.results.records import Record
+from lra.results.settings import UNHASHED
 from lra.results.statistics import sign_test
 from lra.tasks.task import DataKind
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lra.console import percent
-from lra.results import efficiency, latex, leaderboard, papers, tables
+from lra.results import efficiency, latex, papers, settings, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import (
     MARKS,
@@ -25,11 +25,11 @@ from lra.results.leaderboard import (
     Row,
     build,
     make_rows,
-    setting_text,
     task_table,
 )
 from lra.results.published import FAIL, TASKS, load_published
 from lra.results.records import Protocol, Record, pack_correct
+from lra.results.settings import setting_text
 from tests.made_up import make_record, markdown_rows, sixty_records
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,7 +168,7 @@ def test_knobs_that_a_recipe_sets_by_task_part_no_row(
     folder = tmp_path / "configs" / "task_knobs" / "s4" / "s4d"
     folder.mkdir(parents=True)
     (folder / "image.yaml").write_text("model:\n  state_size: 64\n")
-    monkeypatch.setattr(leaderboard, "ROOT", tmp_path)
+    monkeypatch.setattr(settings, "ROOT", tmp_path)
 
     def run(task: str, size: int, model: str = "s4d", by_hand: bool = False) -> Record:
         record = make_record(task, model, recipe="s4", overrides={"model.state_size": size})
