@@ -15,7 +15,14 @@ from lra.cli import compose_config, typed
 from lra.config import PretrainConfig, config_hash
 from lra.estimate import plan_sweep, plan_text
 from lra.plan import Plan
-from lra.speed.forecast import Batches, Forecast, batches_of, run_seconds, typical
+from lra.speed.forecast import (
+    Batches,
+    Forecast,
+    batches_of,
+    extended,
+    run_seconds,
+    typical,
+)
 from lra.tasks.cache import prepare
 from tests import test_sweep
 from tests.test_cli import TINY
@@ -150,3 +157,9 @@ def test_a_sweep_with_its_plan(tmp_path: Path) -> None:
     assert lines[4].startswith("2 jobs, one after the other: about ")
     assert lines[5].startswith("job 1 of 2; by the plan about ")
     assert "2 jobs: 2 " in lines[-1]
+
+
+def test_what_a_batch_takes_once_is_counted_once() -> None:
+    assert extended([(2, 11.0), (4, 12.0), (8, 14.0)], 32) == 26  # ten, and a half for each row
+    assert extended([(2, 11.0), (8, 10.0)], 32) == 10  # noise: no row takes less than nothing
+    assert extended([(2, 11.0)], 32) == 176 and extended([(32, 9.0)], 32) == 9

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 
+import torch
+
 from lra.build import make_model, make_task
 from lra.config import RunConfig
 from lra.speed.measure import (
@@ -33,8 +35,9 @@ from lra.training.checkpoint import seed_everything
 from lra.training.hardware import Hardware
 
 NUM_TIMED = 3  # steps, each of another length
-STEP_S = 0.2  # a timed step has rows for so long, if the batch has as many
+STEP_S = 0.2  # a timed step has rows for so long, if the batch has as many; see `forecast`
 LIMIT_S = 60.0  # for all of it
+OWN_BYTES = 2**28  # on a CPU, of a run beside its steps: data, batches made ahead, records
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,16 @@ def typical(lengths: Sequence[int]) -> list[int]:
     return [lengths[(2 * i + 1) * len(lengths) // (2 * NUM_TIMED)] for i in range(NUM_TIMED)]
 
 
+def extended(found: Sequence[tuple[int, float]], num_rows: int) -> float:
+    """What `num_rows` rows take, on the line through what the fewest and the most rows took.
+
+    What a batch takes once, such as the update of a large table, is so counted once.
+    """
+    (few, least), (many, most) = found[0], found[-1]
+    of_a_row = max(0.0, most - least) / (many - few) if many > few else most / many
+    return most + of_a_row * (num_rows - many)
+
+
 def run_seconds(config: RunConfig, batches: Batches, *, step_s: float, example_s: float) -> float:
     """Seconds of a run's steps and evaluations.
 
@@ -129,24 +142,42 @@ def forecast(config: RunConfig, job_number: int) -> Forecast:
     at_once = min(config.hardware.micro_batch_size or whole, whole)
     batch = random_batch(task, at_once, config.seed).to(hardware.device)
 
-    def timed(step: Callable[[Batch], None], num_rows: int, length: int) -> float:
+    def timed(step: Callable[[Batch], None], rows: Batch) -> float:
         hardware.synchronize()
         started = time.perf_counter()
-        step(part(batch, num_rows, length))
+        step(rows)
         hardware.synchronize()
         return time.perf_counter() - started
 
-    trainer = Trainer(model, config, hardware)
+    def of_whole(step: Callable[[Batch], None], lengths: list[int]) -> float:
+        """Seconds of a batch of `whole` rows: what a row costs so often, the rest once."""
+        sizes = few, num_rows
+        return mean(
+            extended([(n, timed(step, part(batch, n, length))) for n in sizes], whole)
+            for length in typical(lengths)
+        )
+
+    trainer, evaluator = Trainer(model, config, hardware), Evaluator(model, config, hardware)
+    model.train()
     trainer(short_row(batch))  # loads what is loaded late
-    before, num_rows = reset_peak_memory(hardware), 1
-    while timed(trainer, num_rows, batches.train[-1]) < STEP_S and num_rows < at_once:
-        num_rows = min(4 * num_rows, at_once)
-    row_s = mean(timed(trainer, num_rows, n) for n in typical(batches.train)) / num_rows
-    evaluator = Evaluator(model, config, hardware)
-    timed(evaluator, num_rows, batches.val[-1])
-    example_s = mean(timed(evaluator, num_rows, n) for n in typical(batches.val)) / num_rows
-    seconds = run_seconds(config, batches, step_s=whole * row_s, example_s=example_s)
-    return Forecast(seconds, before + peak_memory(hardware, before) * at_once // num_rows)
+    before = reset_peak_memory(hardware)
+    few = num_rows = min(torch.get_num_threads(), at_once)  # some models give each thread a row
+    peaks: list[tuple[int, float]] = []
+    while True:
+        step_s = timed(trainer, part(batch, num_rows, batches.train[-1]))
+        peaks.append((num_rows, peak_memory(hardware, before)))
+        if num_rows == at_once or step_s >= (5 * STEP_S if num_rows == few else STEP_S):
+            break
+        num_rows = min((4 if step_s < STEP_S else 2) * num_rows, at_once)
+    memory_bytes = before + int(extended(peaks, at_once))
+    if hardware.device.type == "cpu":
+        memory_bytes += OWN_BYTES
+    step_s = of_whole(trainer, batches.train)
+    model.eval()
+    evaluator(part(batch, num_rows, batches.val[-1]))
+    example_s = of_whole(evaluator, batches.val) / whole
+    seconds = run_seconds(config, batches, step_s=step_s, example_s=example_s)
+    return Forecast(seconds, memory_bytes)
 
 
 def print_forecasts(configs: Mapping[str, RunConfig], at_a_time: int) -> None:
