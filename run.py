@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 # lra comes first: it says what to do where packages are missing.
-from lra.script import EXIT_USAGE, exit_codes
+from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes
 
 # isort: split
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
@@ -31,7 +31,7 @@ from lra.cli import (
     typed,
 )
 from lra.files import Unwritable
-from lra.multirun import job_settings, launcher_words, told
+from lra.multirun import JobSettings, job_settings, launcher_words, told
 from lra.sweep import (
     Outcome,
     first_line,
@@ -41,6 +41,7 @@ from lra.sweep import (
     position,
     print_summary,
     same_as,
+    stopped_by,
 )
 
 ROOT = Path(__file__).resolve().parent
@@ -51,23 +52,8 @@ def main(cfg: DictConfig) -> float | None:
     """One job. Its failure is recorded and does not stop the other jobs of a sweep."""
     check_copies()
     settings = job_settings()
-    if settings.launch is not None:
-        text = position(settings.launch, settings.number, at_a_time=settings.at_a_time)
-        print(text, flush=True)
-    try:
-        outcome = run(cfg, settings.number, settings.launch)
-    except (ValueError, OSError) as error:
-        message = explain(error, list(HydraConfig.get().overrides.task))
-        if message not in told:
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        status = "busy" if type(error).__name__ == "Busy" else "refused"
-        outcome = Outcome(settings.number, status, EXIT_USAGE, message=message.partition("\n")[0])
-    except Unwritable as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        outcome = Outcome(settings.number, "failed", 1, message=first_line(error))
-    except Exception as error:
-        traceback.print_exc()
-        outcome = Outcome(settings.number, "failed", 1, message=first_line(error))
+    with settings.signals():
+        outcome = attempt(cfg, settings)
     exit_codes.append(outcome.exit_code)
     if settings.launch is not None:
         note(settings.launch, outcome)
@@ -76,6 +62,35 @@ def main(cfg: DictConfig) -> float | None:
             print_summary(settings.launch)
             sys.exit(outcome.exit_code)
     return objective(outcome)
+
+
+def attempt(cfg: DictConfig, settings: JobSettings) -> Outcome:
+    """Run a job unless its sweep was stopped; what goes wrong is said and becomes its outcome."""
+    if settings.launch is not None:
+        if name := stopped_by(settings.launch):
+            return Outcome(settings.number, "skipped", 0, message=f"the sweep: stopped by {name}")
+        text = position(settings.launch, settings.number, at_a_time=settings.at_a_time)
+        print(text, flush=True)
+    try:
+        return run(cfg, settings.number, settings.launch)
+    except (ValueError, OSError) as error:
+        message = explain(error, list(HydraConfig.get().overrides.task))
+        if message not in told:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+        status = "busy" if type(error).__name__ == "Busy" else "refused"
+        return Outcome(settings.number, status, EXIT_USAGE, message=message.partition("\n")[0])
+    except Unwritable as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return Outcome(settings.number, "failed", 1, message=first_line(error))
+    except Exception as error:
+        traceback.print_exc()
+        return Outcome(settings.number, "failed", 1, message=first_line(error))
+    except KeyboardInterrupt:  # before the training, which catches signals itself
+        if not settings.is_beside_others:
+            raise
+        return Outcome(
+            settings.number, "interrupted", EXIT_INTERRUPTED, message="nothing was saved"
+        )
 
 
 def check_copies() -> None:

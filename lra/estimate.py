@@ -151,6 +151,27 @@ def plan_sweep(
     return settings, seconds
 
 
+def memory_needed(settings: Sequence[Setting], at_a_time: int) -> int:
+    """Bytes for those jobs that need most, of as many as run side by side."""
+    each = [
+        setting.forecast.memory_bytes
+        for setting in settings if isinstance(setting.forecast, Forecast)
+        for _ in range(len(setting.numbers) - setting.num_finished)
+    ]  # fmt: skip
+    return sum(sorted(each, reverse=True)[:at_a_time])
+
+
+def fitting(settings: Sequence[Setting], at_a_time: int) -> int:
+    """How many of at most `at_a_time` jobs the free memory has room for side by side; at least one.
+
+    Whichever of them meet.
+    """
+    free = available_memory()
+    while at_a_time > 1 and memory_needed(settings, at_a_time) > free:
+        at_a_time -= 1
+    return at_a_time
+
+
 def plan_text(
     settings: Sequence[Setting], seconds: Sequence[float | None], at_a_time: int, head: str
 ) -> str:
@@ -166,7 +187,7 @@ def plan_text(
     if None in seconds:
         about = f"{about} and what is not estimated" if made else "no estimate"
     lines.append(f"{head}: {about if any(s != 0 for s in seconds) else 'all finished'}")
-    needed = at_a_time * max((forecast.memory_bytes for forecast in made), default=0)
+    needed = memory_needed(settings, at_a_time)
     if needed > (free := available_memory()):
         lines.append(
             f"warning: {at_a_time} jobs at a time may need {needed / 2**30:.1f} GiB, and "

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import random
 import re
+import signal
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,20 +24,22 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.cli import CONFIGS, compose_config, explain, jobs_at_a_time, threads_per_job, typed
 from lra.files import check_writable
 from lra.script import fail
-from lra.sweep import end_sweep, first_line, launches, note_jobs, sweep_sizes
+from lra.sweep import end_sweep, first_line, launches, note_jobs, note_stop, sweep_sizes
 from lra.tasks.workers import available_cores, available_memory
+from lra.training.stopping import PATIENCE_S
 
 if TYPE_CHECKING:
     from lra.plan import Plan
 
 # Bytes that each job is taken to need; 0.9 to 1.2 GiB are usual for a small model on ListOps.
 MEMORY_OF_A_JOB = 3 * 2**29
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for a whole sweep
 told: set[str] = set()  # why jobs of the sweep will be refused, as said before the first
 
 
@@ -46,6 +52,33 @@ class JobSettings:
     in_sweep_process: bool  # one job after the other, in the process that the user started
     at_a_time: int | None  # jobs; None where that is a cluster's matter
 
+    @property
+    def is_beside_others(self) -> bool:
+        """Whether the job has a process that another started, on this machine."""
+        is_here = self.at_a_time is not None
+        return self.launch is not None and is_here and not self.in_sweep_process
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """Inside, a signal to a process that one of several jobs has for itself is the job's.
+
+        Outside, until the next job, it does nothing: the launcher would take the end of its process
+        for a crash and kill the others with it.
+
+        Raises:
+            KeyboardInterrupt: on a signal that the job does not catch itself.
+        """
+        ours = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
+        if not self.is_beside_others:
+            ours.clear()
+        for s in ours:
+            signal.signal(s, signal.default_int_handler)
+        try:
+            yield
+        finally:
+            for s in ours:
+                signal.signal(s, lambda *_: None)
+
 
 def job_settings() -> JobSettings:
     """The running job's place."""
@@ -55,7 +88,8 @@ def job_settings() -> JobSettings:
     if job.mode != RunMode.MULTIRUN:
         return JobSettings(0, None, False, 1)
     at_a_time = 1 if is_alone(job) else jobs_at_a_time(job)
-    return JobSettings(int(job.job.num), launch_folder(job), is_alone(job), at_a_time)
+    # Joblib starts no process for one at a time.
+    return JobSettings(int(job.job.num), launch_folder(job), at_a_time == 1, at_a_time)
 
 
 def launch_folder(hydra: Any) -> Path:
@@ -95,19 +129,78 @@ def launcher_words(words: list[str]) -> list[str]:
     return ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={count}"]
 
 
-def show_plan(
-    jobs: list[list[str]], plans: dict[int, Plan], at_a_time: int, threads: int | None, head: str
-) -> list[float | None]:
-    """Print what the jobs of a sweep will take; the seconds of each, or none if that fails."""
-    from lra.estimate import plan_sweep, plan_text
+def head_of(hydra: Any, num_jobs: int) -> str:
+    """How many jobs there are, and how they are started on this machine."""
+    count, threads = jobs_at_a_time(hydra), threads_per_job(hydra)
+    if count is None or threads is None:
+        return f"{num_jobs} job{'s' * (num_jobs != 1)}, one after the other"
+    return (
+        f"{num_jobs} jobs, {count} at a time with {threads} thread{'s' * (threads > 1)} "
+        "each, unless they say otherwise"
+    )
 
-    try:
-        settings, seconds = plan_sweep(jobs, plans, at_a_time=at_a_time, num_threads=threads)
-        print(plan_text(settings, seconds, at_a_time, head), flush=True)
-        return seconds
-    except Exception as error:  # no sweep ends for want of a plan
-        print(f"{head}: no estimate ({first_line(error)})", flush=True)
-        return []
+
+def show_plan(
+    jobs: list[list[str]], plans: dict[int, Plan], hydra: Any, *, may_lower: bool
+) -> list[float | None]:
+    """Print what the jobs of a sweep will take; the seconds of each, or none if that fails.
+
+    Args:
+        hydra: says how many jobs run at a time.
+        may_lower: set fewer there if memory has no room for as many.
+    """
+    from lra.estimate import fitting, plan_sweep, plan_text
+
+    while True:
+        head, count = head_of(hydra, len(jobs)), jobs_at_a_time(hydra) or 1
+        try:
+            settings, seconds = plan_sweep(
+                jobs, plans, at_a_time=count, num_threads=threads_per_job(hydra)
+            )
+        except Exception as error:  # no sweep ends for want of a plan
+            print(f"{head}: no estimate ({first_line(error)})", flush=True)
+            return []
+        fit = fitting(settings, count) if may_lower else count
+        if fit == count:
+            print(plan_text(settings, seconds, count, head), flush=True)
+            return seconds
+        print(f"sweep.parallel=auto: memory for {fit} job{'s' * (fit > 1)} at a time", flush=True)
+        set_jobs_at_a_time(hydra, fit)
+
+
+def set_jobs_at_a_time(hydra: Any, count: int) -> None:
+    """Change how many jobs joblib runs side by side, for itself and as its jobs will read it."""
+    with read_write(hydra):
+        hydra.launcher.n_jobs = count
+        hydra.overrides.hydra = [
+            word for word in hydra.overrides.hydra if not word.startswith("hydra.launcher.n_jobs=")
+        ] + [f"hydra.launcher.n_jobs={count}"]
+
+
+def stop_jobs_with_sweep(launch: Path) -> None:
+    """From now on a signal to this process is for each of its jobs, which run side by side.
+
+    Its launcher would kill them. So each saves the step it is at, those to come are skipped, and
+    the sweep ends with its summary. A signal after PATIENCE_S does what it would have done before.
+    """
+    before = {s: signal.getsignal(s) for s in SIGNALS}
+    first: list[float] = []  # when it came
+
+    def pass_on(number: int, _frame: object) -> None:
+        if first and time.monotonic() - first[0] > PATIENCE_S:
+            signal.signal(number, before[signal.Signals(number)])
+            os.kill(os.getpid(), number)
+        elif not first:
+            first.append(time.monotonic())
+            note_stop(launch, signal.Signals(number).name)
+            for process in multiprocessing.active_children():
+                with contextlib.suppress(OSError):  # ended meanwhile
+                    if process.pid is not None:
+                        os.kill(process.pid, number)
+
+    for s, handler in before.items():
+        if handler != signal.SIG_IGN:  # nohup: a closed terminal is no reason to stop
+            signal.signal(s, pass_on)
 
 
 class SweepSummary(Callback):
@@ -137,24 +230,21 @@ class SweepSummary(Callback):
         except OSError as error:
             fail(str(error))
         sweep_sizes.append(len(jobs))
-        count, threads = jobs_at_a_time(hydra), threads_per_job(hydra)
+        count = jobs_at_a_time(hydra)
         if config.sweep.parallel not in (None, 1) and count is None:
             fail(
                 f"sweep.parallel={config.sweep.parallel}: acts on the command line alone, as one "
                 "value; give it there"
             )
-        head = f"{len(jobs)} job{'s' * (len(jobs) != 1)}, one after the other"
-        if count and threads:
-            head = (
-                f"{len(jobs)} jobs, {count} at a time with {threads} thread{'s' * (threads > 1)} "
-                "each, unless they say otherwise"
-            )
         seconds: list[float | None] = []
         if plans and config.sweep.plan and (count or is_alone(hydra)):
-            seconds = show_plan(jobs, plans, count or 1, threads, head)
+            is_auto = count is not None and config.sweep.parallel == "auto"
+            seconds = show_plan(jobs, plans, hydra, may_lower=is_auto)
         elif count and jobs:
-            print(head, flush=True)
+            print(head_of(hydra, len(jobs)), flush=True)
         note_jobs(launches[-1], len(jobs), repeated, seconds)
+        if (jobs_at_a_time(hydra) or 1) > 1:
+            stop_jobs_with_sweep(launches[-1])
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Print how each job ended and keep the worst exit code."""

@@ -15,6 +15,7 @@ from lra.files import write_atomically
 from lra.script import exit_codes
 
 JOBS = "jobs.json"  # what is known of them before the first starts
+STOPPED = "stopped"  # there once a signal has asked the whole sweep to stop; its name
 STATUS_COLUMNS = ("job", "status", "test %", "run")
 launches: list[Path] = []  # the folder of outcomes of the sweep that this process launched
 sweep_sizes: list[int] = []  # its number of jobs
@@ -139,6 +140,17 @@ def makespan(seconds: Iterable[float | None], at_a_time: int) -> float:
 def has_failed(folder: Path) -> bool:
     """Whether a job of the sweep failed, so that `sweep.fail_fast` starts no more."""
     return any(o.exit_code for o in outcomes(folder))
+
+
+def note_stop(folder: Path, name: str) -> None:
+    """Leave for jobs that have not started that a signal of this name stopped the sweep."""
+    write_atomically(folder / STOPPED, name)
+
+
+def stopped_by(folder: Path) -> str:
+    """The signal that stopped the sweep; empty if none did."""
+    path = folder / STOPPED
+    return path.read_text() if path.exists() else ""
 
 
 def summary(found: list[Outcome], num_jobs: int) -> str:

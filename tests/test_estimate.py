@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from lra import estimate, multirun
 from lra.build import make_task, resolved
 from lra.cli import compose_config, typed
 from lra.config import PretrainConfig, config_hash
-from lra.estimate import plan_sweep, plan_text
+from lra.estimate import Setting, memory_needed, plan_sweep, plan_text
 from lra.plan import Plan
 from lra.speed.forecast import (
     Batches,
@@ -122,6 +123,45 @@ def test_what_is_done_already_takes_no_time(
     assert plan_text(settings[1:], [0.0, 0.0], 1, "2 jobs").endswith("2 jobs: all finished")
 
 
+def joblib_settings(n_jobs: int) -> Any:
+    """What Hydra holds of a launcher that the command line chose."""
+    return OmegaConf.create({
+        "launcher": {"_target_": "JoblibLauncher", "n_jobs": n_jobs},
+        "overrides": {"hydra": ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={n_jobs}"]},
+    })  # fmt: skip
+
+
+def test_fewer_jobs_run_at_a_time_where_memory_has_no_room_for_as_many(
+    tmp_path: Path, measured: list[Mapping[str, Any]], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    jobs, plans = checked(tmp_path, ["model=luna"], ["model=softmax"])
+    hydra = joblib_settings(4)
+    OmegaConf.set_readonly(hydra, True)
+    seconds = multirun.show_plan(jobs, plans, hydra, may_lower=True)
+    assert seconds == [2 * HOUR] * 2 + [HOUR] * 2  # in 3 GiB, a job needs one
+    assert [one["at_a_time"] for one in measured] == [4, 3]  # as jobs slow each other
+    out = capsys.readouterr().out
+    assert "sweep.parallel=auto: memory for 3 jobs at a time\n" in out and "warning" not in out
+    assert out.splitlines()[-1].startswith("4 jobs, 3 at a time with ")
+    assert hydra.launcher.n_jobs == 3
+    assert hydra.overrides.hydra == ["hydra/launcher=joblib", "hydra.launcher.n_jobs=3"]
+    monkeypatch.setattr(estimate, "available_memory", lambda: GIB / 2)
+    multirun.show_plan(jobs, plans, hydra, may_lower=True)
+    assert hydra.launcher.n_jobs == 1  # never none
+    asked = joblib_settings(4)
+    multirun.show_plan(jobs, plans, asked, may_lower=False)
+    assert asked.launcher.n_jobs == 4 and "warning: 4 jobs" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_the_jobs_that_need_most() -> None:
+    settings = [
+        Setting("small", [0, 1, 2], 1, Forecast(60, GIB)), Setting("no idea", [3], 0, "no data"),
+        Setting("large", [4, 5], 1, Forecast(60, 8 * GIB)),
+    ]  # fmt: skip
+    assert [memory_needed(settings, n) / GIB for n in (0, 1, 2, 3, 9)] == [0, 8, 9, 10, 10]
+
+
 def test_no_sweep_ends_for_want_of_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,15 +171,16 @@ def test_no_sweep_ends_for_want_of_a_plan(
         raise RuntimeError("injected\nmore")
 
     monkeypatch.setattr(estimate, "in_own_process", fail)
-    assert multirun.show_plan(jobs, plans, 1, None, "4 jobs") == []
-    assert capsys.readouterr().out.endswith("4 jobs: no estimate (injected)\n")
+    hydra = joblib_settings(1)
+    assert multirun.show_plan(jobs, plans, hydra, may_lower=True) == []
+    assert capsys.readouterr().out.endswith("otherwise: no estimate (injected)\n")
     # One setting that fails, or is killed, leaves the others their estimate.
     answer = {"1 0": {"seconds": 60.0, "memory_bytes": GIB}, "0 0": {"error": "no data"}}
     monkeypatch.setattr(estimate, "in_own_process", lambda request: answer)
-    assert multirun.show_plan(jobs, plans, 1, None, "4 jobs") == [None, None, 60, 60]
+    assert multirun.show_plan(jobs, plans, hydra, may_lower=True) == [None, None, 60, 60]
     out = capsys.readouterr().out
     assert "\nluna listops     2     not estimated\n" in out and "\nnot estimated: no data\n" in out
-    assert out.endswith("4 jobs: about 2 min 00 s and what is not estimated\n")
+    assert out.endswith("otherwise: about 2 min 00 s and what is not estimated\n")
 
 
 def test_the_plan_is_no_part_of_a_run() -> None:

@@ -38,7 +38,7 @@ from tests.test_cli import ROOT, TINY, start
 
 # Ends in every way there is, by seed; keyed on the process's own seeding.
 TROUBLE = """
-import os, pathlib, signal, torch
+import os, pathlib, signal, time, torch
 from models.softmax import SoftmaxAttention
 
 class Trouble(SoftmaxAttention):
@@ -56,6 +56,16 @@ class Trouble(SoftmaxAttention):
                 return y_BLD * float("nan")
             if seed == 3:
                 raise torch.OutOfMemoryError("injected")
+            if seed in (9, 10) and not pathlib.Path("stopped").exists():
+                if seed == 9:  # once the other is at its first step
+                    while not pathlib.Path("waits").exists():
+                        time.sleep(0.01)
+                    os.kill(os.getppid(), signal.SIGINT)
+                pathlib.Path("waits").touch()
+                while not list(pathlib.Path("outputs").rglob("launch-*/stopped")):
+                    time.sleep(0.01)
+                time.sleep(0.5)  # the signal is on its way
+                pathlib.Path("stopped").touch()
             number = {6: signal.SIGTERM, 7: signal.SIGUSR2, 8: signal.SIGKILL}.get(seed)
             if number and not pathlib.Path(f"sent{seed}").exists():
                 pathlib.Path(f"sent{seed}").touch()
@@ -388,6 +398,22 @@ def test_jobs_side_by_side(tmp_path: Path) -> None:
     *first, last = sorted(re.findall(r"^job \d.*", out, re.MULTILINE))
     assert first == ["job 1 of 3", "job 2 of 3"] and last.startswith("job 3 of 3; at the pace so")
     assert by_seed[0].hardware["num_threads"] == 1  # TINY asks for it
+
+
+def test_a_signal_saves_jobs_side_by_side_and_starts_no_more(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
+    words = [*BAD, "sweep.parallel=2", "sweep.plan=false", "seed=9,10,0"]
+    code, out, err = sweep(tmp_path, *words)
+    by_seed = found(tmp_path, "trouble")
+    assert code == 75 and by_seed.keys() == {9, 10} and "Traceback" not in err, err
+    for record in by_seed.values():
+        assert record.status == "interrupted" and record.message == "stopped by SIGINT at step 1"
+    *_, last, count = out.strip().splitlines()
+    assert last.split(maxsplit=2) == ["3", "skipped", "the sweep: stopped by SIGINT"]
+    assert count == "3 jobs: 2 interrupted, 1 skipped"
+    code, out, err = sweep(tmp_path, *words)
+    assert code == 0 and out.count("resuming at step 1") == 2, err
+    assert all(record.status in GOOD for record in found(tmp_path, "trouble").values())
 
 
 def test_a_killed_job_beside_others_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:
