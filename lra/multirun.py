@@ -37,8 +37,9 @@ from lra.training.stopping import PATIENCE_S
 if TYPE_CHECKING:
     from lra.plan import Plan
 
-# Bytes that each job is taken to need; 0.9 to 1.2 GiB are usual for a small model on ListOps.
-MEMORY_OF_A_JOB = 3 * 2**29
+# Bytes that each job is taken to need, before a plan knows more: 2 GiB are usual for a small model
+# on ListOps.
+MEMORY_OF_A_JOB = 2**31
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for a whole sweep
 told: set[str] = set()  # why jobs of the sweep will be refused, as said before the first
 

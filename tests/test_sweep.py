@@ -490,7 +490,7 @@ def test_jobs_at_a_time_are_as_many_as_cores_memory_and_jobs_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(multirun, "available_cores", lambda: 8)
-    monkeypatch.setattr(multirun, "available_memory", lambda: 7 * 2**30)
+    monkeypatch.setattr(multirun, "available_memory", lambda: 9 * 2**30)
 
     def count(*words: str) -> str:
         first, *rest = multirun.launcher_words(["-m", *words]) or ["", ""]
