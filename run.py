@@ -68,7 +68,8 @@ def attempt(cfg: DictConfig, settings: JobSettings) -> Outcome:
     """Run a job unless its sweep was stopped; what goes wrong is said and becomes its outcome."""
     if settings.launch is not None:
         if name := stopped_by(settings.launch):
-            return Outcome(settings.number, "skipped", 0, message=f"the sweep: stopped by {name}")
+            why = f"the sweep: stopped by {name}"
+            return Outcome(settings.number, "skipped", EXIT_INTERRUPTED, message=why)
         text = position(settings.launch, settings.number, at_a_time=settings.at_a_time)
         print(text, flush=True)
     try:

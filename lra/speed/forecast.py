@@ -169,7 +169,7 @@ def forecast(config: RunConfig, job_number: int) -> Forecast:
     while True:
         step_s = timed(trainer, part(batch, num_rows, batches.train[-1]))
         peaks.append((num_rows, peak_memory(hardware, before)))
-        if num_rows == at_once or step_s >= (5 * STEP_S if num_rows == few else STEP_S):
+        if num_rows == at_once or step_s >= (20 * STEP_S if num_rows == few else STEP_S):
             break
         num_rows = min((4 if step_s < STEP_S else 2) * num_rows, at_once)
     memory_bytes = before + int(extended(peaks, at_once))
