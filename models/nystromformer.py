@@ -121,7 +121,9 @@ class NystromAttention(nn.Module):
         with torch.autocast(qkv_BLTHK.device.type, enabled=False):
             qkv_BLTHK = qkv_BLTHK.to(torch.promote_types(dtype, torch.float32))
             if self.zero_padding:
-                qkv_BLTHK = qkv_BLTHK * mask_BL[:, :, None, None, None].to(qkv_BLTHK.dtype)
+                # With heads and parts in one axis: five axes against one take five times as long.
+                flat_BLE = qkv_BLTHK.flatten(2) * mask_BL[:, :, None].to(qkv_BLTHK.dtype)
+                qkv_BLTHK = flat_BLE.view(qkv_BLTHK.shape)
             q_BHLK, k_BHLK, v_BHLK = rearrange(qkv_BLTHK, "b l t h k -> t b h l k")
             if mask_BL.shape[1] <= self.num_landmarks:
                 y_BHLK = attend(q_BHLK, k_BHLK, v_BHLK, mask_BL)
