@@ -32,7 +32,7 @@ from lra.files import check_writable
 from lra.script import fail
 from lra.sweep import end_sweep, first_line, launches, note_jobs, note_stop, sweep_sizes
 from lra.tasks.workers import available_cores, available_memory
-from lra.training.stopping import PATIENCE_S
+from lra.training.stopping import PATIENCE_S, discard_output
 
 if TYPE_CHECKING:
     from lra.plan import Plan
@@ -193,6 +193,8 @@ def stop_jobs_with_sweep(launch: Path) -> None:
             os.kill(os.getpid(), number)
         elif not first:
             first.append(time.monotonic())
+            if number == signal.SIGHUP:
+                discard_output()
             note_stop(launch, signal.Signals(number).name)
             for process in multiprocessing.active_children():
                 with contextlib.suppress(OSError):  # ended meanwhile
