@@ -69,9 +69,9 @@ class JobSettings:
         Raises:
             KeyboardInterrupt: on a signal that the job does not catch itself.
         """
-        ours = [s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN]
-        if not self.is_beside_others:
-            ours.clear()
+        ours = [
+            s for s in SIGNALS if self.is_beside_others and signal.getsignal(s) != signal.SIG_IGN
+        ]
         for s in ours:
             signal.signal(s, signal.default_int_handler)
         try:
