@@ -67,18 +67,26 @@ class JobSettings:
         for a crash and kill the others with it.
 
         Raises:
-            KeyboardInterrupt: on a signal that the job does not catch itself.
+            KeyboardInterrupt: on the first signal that the job does not catch itself.
         """
         ours = [
             s for s in SIGNALS if self.is_beside_others and signal.getsignal(s) != signal.SIG_IGN
         ]
+
+        def ignore(*_: object) -> None:
+            for s in ours:
+                signal.signal(s, lambda *_: None)
+
+        def interrupt(*_: object) -> None:
+            ignore()  # of a terminal's signal the sweep's own process sends another
+            raise KeyboardInterrupt
+
         for s in ours:
-            signal.signal(s, signal.default_int_handler)
+            signal.signal(s, interrupt)
         try:
             yield
         finally:
-            for s in ours:
-                signal.signal(s, lambda *_: None)
+            ignore()
 
 
 def job_settings() -> JobSettings:

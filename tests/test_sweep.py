@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -414,6 +415,21 @@ def test_a_signal_saves_jobs_side_by_side_and_starts_no_more(tmp_path: Path) -> 
     code, out, err = sweep(tmp_path, *words)
     assert code == 0 and out.count("resuming at step 1") == 2, err
     assert all(record.status in GOOD for record in found(tmp_path, "trouble").values())
+
+
+def test_a_signal_before_the_training_is_a_jobs_own_once_and_between_jobs_nobodys() -> None:
+    beside = multirun.JobSettings(0, Path("launch"), in_sweep_process=False, at_a_time=2)
+    number = signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt), beside.signals():
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            os.kill(os.getpid(), number)  # the same wish by another way
+    os.kill(os.getpid(), number)
+    alone = multirun.JobSettings(0, Path("launch"), in_sweep_process=True, at_a_time=1)
+    before = signal.getsignal(number)
+    with alone.signals():
+        assert signal.getsignal(number) == before
 
 
 def test_a_killed_job_beside_others_is_named_and_the_same_command_goes_on(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def stop_on_signals() -> Iterator[_Stop]:
     """Catch SIGINT, SIGTERM, a closed terminal's SIGHUP, and USR1 and USR2, schedulers' warnings.
 
     The same wish often comes twice, to a group and from a parent, so repeats are left out at first,
-    and once the run has stopped SIGTERM and SIGHUP are ignored, so that the record can be written.
+    SIGINT's after the end too; and once the run has stopped SIGTERM and SIGHUP are ignored, so that
+    the record can be written.
     """
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -73,8 +74,10 @@ def stop_on_signals() -> Iterator[_Stop]:
     finally:
         watch_no_more()
         for s, handler in before.items():
-            is_over = stop.requested and s in (signal.SIGTERM, signal.SIGHUP)
-            signal.signal(s, signal.SIG_IGN if is_over else handler)
+            if stop.requested and s in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(s, signal.SIG_IGN)
+            elif not (stop.requested and s == signal.SIGINT):
+                signal.signal(s, handler)
 
 
 def discard_output() -> None:

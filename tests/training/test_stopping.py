@@ -57,3 +57,20 @@ time.sleep(0.2)
 print(signal.set_wakeup_fd(-1), [t.name for t in threading.enumerate() if t.name == "signals"])
 """)
     assert done.stdout == "-1 []\n", done.stderr
+
+
+def test_of_a_signal_that_comes_twice_the_second_does_not_disturb_the_record() -> None:
+    done = python("""
+import lra.training.stopping
+for patience_s in (60, 0):
+    lra.training.stopping.PATIENCE_S = patience_s
+    with stop_on_signals() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        print(stop.requested, "ignored")
+    except KeyboardInterrupt:
+        print("meant anew")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+""")
+    assert done.stdout == "SIGINT ignored\nmeant anew\n", done.stderr
