@@ -89,7 +89,7 @@ def beside_floors(
 ) -> list[Agreement]:
     """The run beside each rule, on the first `count` test examples and on those of each class."""
     found = []
-    for floor in floors.floors if floors else ():
+    for floor in (*floors.floors, *floors.ladder) if floors else ():
         rule_N = floor.test.correct_N[:count]
         for label in (None, *np.unique(labels_N).tolist()):
             rows_N = np.full(len(labels_N), True) if label is None else labels_N == label

@@ -4,7 +4,8 @@ python scripts/floors.py task=listops
 
 Counted on train: the commonest label of all, and of the first token, the last, the length. Fitted
 on train: linear classifiers of bags of tokens, of n-grams, of pixels and of how alike a pair is,
-and the nearest class mean. Classifiers come with pip install -e '.[floors]'.
+and the nearest class mean. Classifiers come with pip install -e '.[floors]'. For ListOps also what
+following the outer levels of an expression gives, one level more each time.
 
 Takes every key of the config; writes results/floors/<task>.json, which tables and figures show.
 """
@@ -35,7 +36,7 @@ def main() -> None:
         print(message, file=sys.stderr)
     found = rules.measure(task, prepare(task, config.paths.cache))
     path = floors.save(found, config.paths.results)
-    for floor in found.floors:
+    for floor in (*found.floors, *found.ladder):
         val, test = (percent(100 * score.accuracy) for score in (floor.val, floor.test))
         print(f"{task.name}, {floor.description}: val {val} %, test {test} %")
     print(f"written to {path}")

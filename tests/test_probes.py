@@ -177,9 +177,13 @@ def test_beside_a_rule_by_class() -> None:
     rule_N, run_N = np.array([True, True, False, False]), np.array([True, False, True, False])
     score = Score(0.5, 4, pack_correct(rule_N))
     floors = Floors(
-        "toy", Data("", "files", "", {"val": 4, "test": 4}), [Floor("rule", "a", score, score)]
+        "toy",
+        Data("", "files", "", {"val": 4, "test": 4}),
+        [Floor("rule", "a", score, score)],
+        [Floor("rung", "b", score, score)],
     )
-    whole, first, second = probes.beside_floors(run_N, labels_N, floors, 4)
+    whole, first, second, *rung = probes.beside_floors(run_N, labels_N, floors, 4)
+    assert {r.name for r in rung} == {"rung"} and rung[0].agreement == whole.agreement
     assert (whole.label, whole.agreement, whole.only_run, whole.only_floor) == (None, 0.5, 1, 1)
     assert (first.label, first.only_run, first.only_floor, first.num_examples) == (0, 0, 1, 2)
     assert (second.label, second.only_run, second.only_floor) == (1, 1, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import io
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lra.console import percent
 from lra.results.floors import Floors
 from lra.results.leaderboard import Cell, Pretrained, Row, tasks_with_own
-from lra.results.published import task_title
+from lra.results.published import FAIL, FAMILIES, Published, task_title
 from lra.results.records import Record
 from lra.speed.benchmarks import Benchmark, slope
 
@@ -46,6 +47,7 @@ def draw(
     benchmarks: Sequence[Benchmark],
     floors: Sequence[Floors] = (),
     pretrained: Sequence[Pretrained] = (),
+    published: Sequence[Published] = (),
 ) -> dict[str, bytes]:
     """All figures: file name to content, an SVG and a PNG of each."""
     models = {row.model for row in rows} | {c.model for b in benchmarks for c in b.cells}
@@ -54,6 +56,9 @@ def draw(
     if rows:
         figures["accuracy_speed"] = accuracy_speed(rows, styles)
         figures["learning_curves"] = learning_curves(rows, styles, floors)
+    for steps in floors:
+        if steps.ladder and (rows or published):
+            figures[f"ladder_{steps.task}"] = ladder(steps, rows, published)
     if pretrained:
         figures["self_pretraining"] = self_pretraining(pretrained, styles)
     for benchmark in benchmarks:
@@ -208,6 +213,58 @@ def self_pretraining(pretrained: Sequence[Pretrained], styles: dict[str, dict[st
         second.set_ylabel("validation accuracy (%)")
         second.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
     return figure
+
+
+def ladder(floors: Floors, rows: Sequence[Row], published: Sequence[Published]) -> Figure:
+    """A dot for each test accuracy, by family; a line for each rule worth naming and each rung.
+
+    Rows measured here are those on the data that rules were measured on.
+    """
+    task, lines = floors.task, [*floors.worth_naming(), *floors.ladder]
+    cells = [(row.model, row.cells[task]) for row in rows if task in row.cells]
+    same = [(model, cell.mean) for model, cell in cells
+            if cell.fingerprint == floors.data.fingerprint]  # fmt: skip
+    groups = {"measured here": same}
+    for family in FAMILIES:
+        groups[family] = [(p.model, float(cell)) for p in published if p.family == family
+                          if (cell := p.cells.get(task)) and cell != FAIL]  # fmt: skip
+    groups = {name: sorted(found, key=lambda f: f[1]) for name, found in groups.items() if found}
+    figure, (axes,) = make_panels(f"{task_title(task)}: what following its structure gives", 1, 1)
+    figure.set_size_inches(8, 1.8 + 0.4 * len(groups))
+    figure.set_label(
+        f"Test accuracy on {task_title(task)}, measured here and in print by family, beside what "
+        "rules are right in that follow the task's own structure so far and no further."
+    )
+    for y, (name, found) in enumerate(groups.items()):
+        heights = [y + shift for shift in _apart([accuracy for _, accuracy in found])]
+        color = COLORS[1] if name == "measured here" else COLORS[2]
+        axes.scatter([accuracy for _, accuracy in found], heights, s=12, color=color, alpha=0.7,
+                     linewidth=0, zorder=3)  # fmt: skip
+        axes.annotate(found[-1][0], (found[-1][1], heights[-1]), xytext=(5, 0), fontsize=6.5,
+                      textcoords="offset points", va="center")  # fmt: skip
+    for line in lines:
+        accuracy = 100 * line.test.accuracy
+        axes.axvline(accuracy, color="#555555", linewidth=1.1, zorder=1,
+                     linestyle=DASHES[0 if line in floors.ladder else 2])  # fmt: skip
+        label = textwrap.fill(f"{line.title}: {percent(accuracy)}", 34)
+        axes.annotate(label, (accuracy, 1), xytext=(0, 3), textcoords="offset points", fontsize=6.5,
+                      xycoords=("data", "axes fraction"), rotation=35,
+                      rotation_mode="anchor")  # fmt: skip
+    axes.set_yticks(range(len(groups)), [f"{name} ({len(f)})" for name, f in groups.items()])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("test accuracy (%)")
+    return figure
+
+
+def _apart(values: Sequence[float], near: float = 0.8, step: float = 0.09) -> list[float]:
+    """Shifts that keep sorted values that are nearly equal off each other: 0, 1 up, 1 down, ..."""
+    shifts, count = [], 0
+    for i, value in enumerate(values):
+        count = count + 1 if i and value - values[i - 1] < near else 0
+        turn = count % 8  # more would reach the next line
+        shifts.append(step * ((turn + 1) // 2) * (-1) ** turn)
+    return shifts
 
 
 def _accuracies(run: Record, seen: int | None = None) -> list[tuple[float, float]]:

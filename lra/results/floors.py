@@ -1,4 +1,5 @@
-"""Floors: what rules reach that any model should beat, on whole val and test.
+"""Floors: what rules reach that any model should beat, on whole val and test; and a task's ladder,
+what rules reach that go the task's own way so far and no further, which say what a score is worth.
 
 `scripts/floors.py` has rules.py measure them and writes results/floors/<task>.json; tables and
 figures set runs beside it where both have the same data, by fingerprint.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -68,16 +69,19 @@ class Data:
 
 @dataclass(frozen=True)
 class Floors:
-    """The floors of one task, on one version of its data."""
+    """The floors of one task and its ladder, least first, on one version of its data."""
 
     task: str
     data: Data
     floors: list[Floor]
+    ladder: list[Floor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for i, floor in enumerate(self.floors):
-            for split, score in (("val", floor.val), ("test", floor.test)):
-                where, expected = f"floors[{i}].{split}", self.data.num_examples.get(split)
+        named = {f"floors[{i}]": floor for i, floor in enumerate(self.floors)}
+        named |= {f"ladder[{i}]": rung for i, rung in enumerate(self.ladder)}
+        for place, rule in named.items():
+            for split, score in (("val", rule.val), ("test", rule.test)):
+                where, expected = f"{place}.{split}", self.data.num_examples.get(split)
                 if score.num_examples != expected or not score.num_examples:
                     raise ValueError(
                         f"{where}.num_examples={score.num_examples}: data has {expected}"
@@ -116,8 +120,8 @@ def save(floors: Floors, results_dir: Path) -> Path:
     """
     path = floors_path(results_dir, floors.task)
     if path.exists():
-        there, names = load(path), {floor.name for floor in floors.floors}
-        lost = [floor.name for floor in there.floors if floor.name not in names]
+        there, names = load(path), {rule.name for rule in (*floors.floors, *floors.ladder)}
+        lost = [r.name for r in (*there.floors, *there.ladder) if r.name not in names]
         what = ""
         if there.data.fingerprint != floors.data.fingerprint:
             gives_way = there.data.kind == "partial" and floors.data.kind in ("files", "generated")

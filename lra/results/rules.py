@@ -48,9 +48,10 @@ def unavailable() -> str:
 
 
 def measure(task: Task, dataset: Dataset) -> Floors:
-    """Every rule on a prepared task, whole splits; those with a key that never varies are left out.
+    """Every rule on a prepared task, whole splits, and the task's own ladder.
 
-    Linear classifiers are too, where scikit-learn is missing.
+    Rules with a key that never varies are left out, and linear classifiers where scikit-learn is
+    missing.
 
     Raises:
         ValueError: the task is limited to a part of its data.
@@ -65,7 +66,12 @@ def measure(task: Task, dataset: Dataset) -> Floors:
     if not unavailable():
         floors += [linear(view, task, dataset) for view in views(task)]
     data = Data(dataset.meta["source"], task.data_kind(sizes), dataset.fingerprint, sizes)
-    return Floors(task.name, data, floors)
+    splits = (dataset.val, dataset.test)
+    ladder = [
+        Floor(rule.name, rule.description, *(score(rule.answers(part), part) for part in splits))
+        for rule in task.ladder(dataset.train)
+    ]
+    return Floors(task.name, data, floors, ladder)
 
 
 # Label rules.

@@ -61,6 +61,11 @@ BOUNDED_LEGEND = (
     "is local. Rules: ± standard error over examples; bold is the best of a task on validation, "
     "with which mark b compares runs on the same data. Models: as in the leaderboard.\n"
 )
+LADDER_LEGEND = (
+    "What following the task's own structure gives, so far and no further: of what lies beyond, "
+    "only what is common on train is known. Not floors, but what a score may be worth. Figures in "
+    "print may be of other files, and are compared as they stand.\n"
+)
 # Words of a command that another column holds, or that are no part of a setting.
 TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
 README_MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
@@ -278,7 +283,22 @@ def floor_notes(board: Board) -> list[str]:
             "examples says so at 99 %, and [b] marks those that are not above the best rule. They "
             "are not told apart by their figures: each may have learned that rule and no more."
         )
+        if floors.ladder:
+            rungs = [f"{percent(100 * r.test.accuracy)} % ({r.title})" for r in floors.ladder]
+            highest = max(published_figures(floors.task, board), default=None)
+            notes.append(
+                f"Following the structure of {task_title(floors.task)} so far and no further gives "
+                f"{', '.join(rungs)}"
+                + (f"; the highest figure in print is {percent(highest)} %" if highest else "")
+                + "."
+            )
     return notes
+
+
+def published_figures(task: str, board: Board) -> list[float]:
+    """What the published rows of a board have for a task, in percent."""
+    cells = [p.cells.get(task, "") for p in board.published]
+    return [float(cell) for cell in cells if cell not in ("", FAIL)]
 
 
 def bounded_table(board: Board) -> Table:
@@ -344,6 +364,8 @@ def bounded_sections(board: Board) -> list[str]:
         parts += [f"### Rules on {escape_markdown(task_title(floors.task))}\n",
                   f"Data: {escape_markdown(floors.data.source)}{data_note(floors.data.kind)}.\n",
                   Table(header, rows).markdown()]  # fmt: skip
+        if floors.ladder:
+            parts += [LADDER_LEGEND, ladder_table(floors, board).markdown()]
         if cells and floors.floors:
             rule = floors.worth_naming()[-1]
             lines = beside_rule_table(rule, floors, board)
@@ -351,6 +373,20 @@ def bounded_sections(board: Board) -> list[str]:
                       "of them has right, and p of a two-sided sign test.\n",
                       lines.markdown()] * bool(lines.rows)  # fmt: skip
     return parts
+
+
+def ladder_table(floors: Floors, board: Board) -> Table:
+    """What following a task's structure gives, and how many figures are above."""
+    cells, printed = cells_on(floors, board), published_figures(floors.task, board)
+    header = ["Followed", "Val", "Test", *[f"Rows above, of {len(cells)}"] * bool(cells),
+              *[f"In print above, of {len(printed)}"] * bool(printed)]  # fmt: skip
+    rows = [
+        [rung.description, score_text(rung.val), score_text(rung.test),
+         *[str(sum(bool(c.is_above(rung)) for c in cells))] * bool(cells),
+         *[str(sum(p > 100 * rung.test.accuracy for p in printed))] * bool(printed)]
+        for rung in floors.ladder
+    ]  # fmt: skip
+    return Table(header, rows)
 
 
 def beside_rule_table(rule: Floor, floors: Floors, board: Board) -> Table:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from lra.tasks.batches import TokenArrays
 
 SPLITS = ("train", "val", "test")
 
@@ -27,6 +30,14 @@ class Example(NamedTuple):
 
     sequences: tuple[np.ndarray | bytes, ...]
     label: int
+
+
+class Rule(NamedTuple):
+    """Answers [N] to the examples of a split, found without a model."""
+
+    name: str
+    description: str
+    answers: Callable[[TokenArrays], np.ndarray]
 
 
 @dataclass(kw_only=True)
@@ -124,6 +135,13 @@ class Task(ABC):
         Names of examples that had to be left out go to `self.skipped[split]`, whatever else a
         person should know of the source to `self.remarks`.
         """
+
+    def ladder(self, train: TokenArrays) -> Sequence[Rule]:
+        """Rules that go the task's own way so far and no further, least first; [] if none is known.
+
+        No floors, since a model need not be above them: they say what a score is worth.
+        """
+        return []
 
     def vocabulary_hash(self) -> str:
         """What each raw value stands for, as one hash; stored with checkpoints."""

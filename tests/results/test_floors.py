@@ -15,7 +15,9 @@ from lra.results import rules
 from lra.results.floors import Floors, load, load_all, save
 from lra.results.records import load_all as load_records
 from lra.results.records import pack_correct
+from lra.tasks.batches import TokenArrays
 from lra.tasks.cache import prepare
+from lra.tasks.task import Rule
 from lra.tasks.text import Text
 from scripts import floors as script
 from tests.toy import Toy, toy_data
@@ -52,6 +54,28 @@ def test_rules_are_counted_on_train_and_measured_elsewhere(toy: Floors) -> None:
     assert (commonest.val.accuracy, first.val.accuracy) == (0.5, 1.0)
     assert (commonest.test.accuracy, first.test.accuracy) == (0.6, 0.6)
     assert toy.data.num_examples == {"train": 7, "val": 2, "test": 5}
+
+
+def test_a_task_may_have_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rules_of(task: Toy, train: TokenArrays) -> list[Rule]:
+        label = int(train.labels[0])
+        return [Rule("always", "what train has first", lambda part: np.full(len(part), label))]
+
+    monkeypatch.setattr(Toy, "ladder", rules_of)
+    toy = measured(tmp_path, max_length=12)
+    (rung,) = toy.ladder
+    assert (rung.val.accuracy, rung.test.accuracy) == (0.5, 0.6) and rung not in toy.floors
+    assert rung.test.correct_N.tolist() == [True, True, False, True, False]
+    path = save(toy, tmp_path)
+    assert load(path) == toy
+    with pytest.raises(ValueError, match=r"rules that were not measured now \(always\)"):
+        save(replace(toy, ladder=[]), tmp_path)
+    path.write_text(path.read_text().replace('"accuracy": 0.6', '"accuracy": 0.7'))
+    with pytest.raises(ValueError, match=r"(floors|ladder)\[0\].test.accuracy=0.7, but 3 of 5"):
+        load(path)
+    without = {k: v for k, v in json.loads(toy.to_json()).items() if k != "ladder"}
+    path.write_text(json.dumps(without))  # as files were before
+    assert load(path) == replace(toy, ladder=[])
 
 
 def test_part_of_a_split_is_refused(tmp_path: Path) -> None:
@@ -93,6 +117,11 @@ def test_the_best_on_validation_is_worth_naming(toy: Floors) -> None:
         ("floors.1.val.correct", "AA==AA", r"floors\[1\].val: "),
         ("floors.1.val.correct", "AAAA", r"floors\[1\].val: correct: 24 bits do not hold 2"),
         ("floors.1.val.num_examples", 0, r"floors\[1\].val.num_examples=0: data has 2"),
+        (
+            "ladder",
+            [{"name": "a", "description": "b", "val": None, "test": None}],
+            r"ladder\[0\].val",
+        ),
         ("data.num_examples", {}, r"floors\[0\].val.num_examples=2: data has None"),
         ("data.fingerprint", None, "data.fingerprint=null: expected"),
         ("floors.0.rule", 1, "rule=1: unknown key"),
@@ -155,6 +184,8 @@ def test_the_shipped_floors_are_those_of_the_shipped_runs() -> None:
     assert figures["commonest_label"] == (0.1655, 0.1785)
     assert figures["first_token"] == (0.348, 0.372)
     assert listops.worth_naming() == listops.floors[:2]
+    assert [f.test.accuracy for f in listops.ladder] == [0.6085, 0.77, 0.852, 0.9035, 0.946]
+    assert [f.task for f in found if f.ladder] == ["listops"]
     runs = [r for r in load_records(ROOT / "results")[0] if r.task == "listops"]
     assert {r.data["fingerprint"] for r in runs} == {listops.data.fingerprint}
 
@@ -174,3 +205,4 @@ def test_the_shipped_floors_are_made_again(tmp_path: Path, monkeypatch: pytest.M
             assert abs(ours.test.accuracy - theirs.test.accuracy) < 0.01
         else:
             assert ours == theirs
+    assert again.ladder == shipped.ladder

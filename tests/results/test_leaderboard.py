@@ -339,6 +339,34 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
         assert tables.results_section(build(records, floors=floors)).startswith("### Recipe")
 
 
+def test_a_ladder_says_what_a_score_is_worth_and_is_no_floor() -> None:
+    rule, *rungs = (Floor(name, f"answer {name} (and more)", made_up_score(right),
+                          made_up_score(right))
+                    for name, right in (("a", 0.15), ("one", 0.45), ("two", 0.6)))  # fmt: skip
+    records = seeds("luna", 0.50) + seeds("softmax", 0.40)
+    data = Data("s", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
+    floors = [Floors("listops", data, [rule], rungs)]
+    published = [p for p in load_published() if p.cells.get("listops")]
+    above = [sum(float(p.cells["listops"]) > limit for p in published) for limit in (45, 60)]
+    assert above[0] > above[1] > 0
+    board = build(records, published, floors=floors)
+    assert all("b" not in row.cells["listops"].marks for row in board.rows)
+    text = tables.results_section(board)
+    assert (
+        "Following the structure of ListOps so far and no further gives 45.00 % (answer one), "
+        "60.00 % (answer two); the highest figure in print is 63.85 %.\n"
+    ) in text
+    (by_task,) = tables.markdown(board).split("### Rules on ")[1:]
+    named = [f"answer {name} (and more)" for name in ("one", "two")]
+    assert markdown_rows(by_task)[2:5] == [
+        ["Followed", "Val", "Test", "Rows above, of 2", f"In print above, of {len(published)}"],
+        [named[0], "45.00 ± 1.11", "45.00 ± 1.11", "1", str(above[0])],
+        [named[1], "60.00 ± 1.10", "60.00 ± 1.10", "0", str(above[1])],
+    ]
+    alone = tables.markdown(build(records, floors=floors))
+    assert "(answer two).\n" in alone and "In print above" not in alone
+
+
 def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> None:
     scores = {"the first": 0.15, "a classifier (tried 1, 2)": 0.2, "the best": 0.37, "a last": 0.1}
     rules = [Floor(n, n, made_up_score(a), made_up_score(a)) for n, a in scores.items()]

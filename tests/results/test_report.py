@@ -273,6 +273,32 @@ def test_rules_are_lines_where_the_runs_have_their_data() -> None:
 
 
 @needs_matplotlib
+def test_a_ladder_is_drawn_with_what_is_in_print() -> None:
+    run = make_record(accuracy=0.5)
+    score = Score(0.5, 2000, pack_correct(np.arange(2000) < 1000))
+    rules = [Floor(name, f"rule {name}", score, score) for name in ("a", "b")]
+    data = Data("s", "files", run.data["fingerprint"], {"val": 2000, "test": 2000})
+    published = [p for p in load_published() if p.family in FAMILIES[:2]]
+    steps = Floors("listops", data, rules[:1], rules[1:])
+    rows = build([run]).rows
+    axes = figures.ladder(steps, rows, published).axes[0]
+    printed = [p for p in published if p.cells.get("listops", "FAIL") not in ("", "FAIL")]
+    of = {f: sum(p.family == f for p in printed) for f in FAMILIES[:2]}
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["measured here (1)", *(f"{family} ({n})" for family, n in of.items())]
+    dots = [len(dots.get_offsets()) for dots in axes.collections]
+    assert dots == [1, *of.values()] and axes.collections[0].get_offsets()[0][0] == 50
+    assert [t.get_text() for t in axes.texts if t.get_text().startswith("rule")] == [
+        "rule a: 50.00", "rule b: 50.00"]  # fmt: skip
+    assert figures.draw([], [], [Floors("listops", data, rules)], (), published) == {}
+    names = set(figures.draw([], [], [steps], (), published))
+    assert names == {"ladder_listops.svg", "ladder_listops.png"}
+    elsewhere = Floors("listops", Data("s", "files", "f" * 64, data.num_examples), [], rules)
+    labels = figures.ladder(elsewhere, rows, published).axes[0].get_yticklabels()
+    assert len(labels) == 2
+
+
+@needs_matplotlib
 def test_captions_say_what_is_drawn(drawn: dict[str, bytes], board: Board) -> None:
     captions = {k: figures.caption(v) for k, v in drawn.items() if k.endswith(".svg")}
     assert captions == {
