@@ -7,12 +7,14 @@ import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lra.console import percent
 from lra.results.floors import Floors
 from lra.results.leaderboard import Cell, Pretrained, Row, tasks_with_own
+from lra.results.papers import families
 from lra.results.published import FAIL, FAMILIES, Published, task_title
 from lra.results.records import Record
 from lra.speed.benchmarks import Benchmark, slope
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 # Okabe and Ito's colours, told apart with any colour vision; markers and dashes do it in grey.
 COLORS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
@@ -55,7 +59,7 @@ def draw(
     figures = {}
     if rows:
         figures["accuracy_speed"] = accuracy_speed(rows, styles)
-        figures["learning_curves"] = learning_curves(rows, styles, floors)
+        figures["learning_curves"] = learning_curves(rows, styles, floors, families(published))
     for steps in floors:
         if steps.ladder and (rows or published):
             figures[f"ladder_{steps.task}"] = ladder(steps, rows, published)
@@ -87,7 +91,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
         + " Bars: sample deviation over seeds." * bars
         + " Bubble area: peak memory, hollow where it was not counted." * counted
     )
-    for task, axes in _by_task(tasks, panels):
+    for task, axes in _each_on_its_own(tasks, panels):
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
         largest, devices = max(memory, default=0), set()
@@ -136,27 +140,32 @@ def _chosen(rows: Sequence[Row], task: str) -> list[tuple[Row, Cell]]:
     return [cells[i] for i in sorted(range(len(cells)), key=lambda i: i not in firsts)][:MAX_ROWS]
 
 
-def _heading(rows: Sequence[Row], task: str) -> str:
+def _heading(rows: Sequence[Row], task: str, family: str = "") -> str:
     count = sum(task in row.cells for row in rows)
-    return task_title(task) + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
+    heading = ", ".join(filter(None, (task_title(task), family)))
+    return heading + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
 
 
 def learning_curves(
-    rows: Sequence[Row], styles: dict[str, dict[str, Any]], floors: Sequence[Floors] = ()
+    rows: Sequence[Row],
+    styles: dict[str, dict[str, Any]],
+    floors: Sequence[Floors] = (),
+    families: Mapping[str, str] = MappingProxyType({}),
 ) -> Figure:
-    """One panel a task: validation accuracy by step, a line for each run and for two rules.
+    """Validation accuracy by step, a line for each run and for two rules; a panel for each task.
 
-    No mean over seeds: where some have left a plateau and others not, it shows what no run had.
+    Where that has no room for all rows, there is one for each family of models, by `families`. No
+    mean over seeds: where some have left a plateau and others not, it shows what no run had.
     Rules are drawn where all runs of the panel have the data that these were measured on.
     """
     several = len({row.recipe for row in rows}) > 1
-    tasks = _with_results(rows)
+    parts = [part for task in _with_results(rows) for part in _by_family(rows, task, families)]
     figure, panels = make_panels(
-        "Validation accuracy while training, each seed", *_grid(len(tasks))
+        "Validation accuracy while training, each seed", *_grid(len(parts))
     )
     figure.set_label(RUNS)
-    for task, axes in _by_task(tasks, panels):
-        cells = _chosen(rows, task)
+    for (task, family, members), axes in _each_on_its_own(parts, panels):
+        cells = _chosen(members, task)
         seen: Counter[str] = Counter()
         for row, cell in cells:
             details = [row.recipe] * several + [row.variant] * bool(row.variant)
@@ -174,13 +183,26 @@ def learning_curves(
             height, dashes = 100 * floor.val.accuracy, DASHES[1:][i % len(DASHES[1:])]
             axes.axhline(height, color="#555555", linewidth=1.2, linestyle=dashes, zorder=1,
                          label=f"{floor.title}: {percent(height)}")  # fmt: skip
-        axes.set_title(_heading(rows, task), fontsize=9)
+        axes.set_title(_heading(members, task, family), fontsize=9)
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")
         if axes.get_lines():
             axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2,
                         handlelength=3, handletextpad=0.4, columnspacing=0.8)  # fmt: skip
+    for task in {task for task, *_ in parts}:
+        equal_heights([a for part, a in zip(parts, panels, strict=False) if part[0] == task])
     return figure
+
+
+def _by_family(
+    rows: Sequence[Row], task: str, families: Mapping[str, str]
+) -> list[tuple[str, str, list[Row]]]:
+    """Task, family and rows of each panel; one without a family if it has room for all rows."""
+    of_task = [row for row in rows if task in row.cells]
+    found = {family: [row for row in of_task if families.get(row.model, "other") == family]
+             for family in FAMILIES}  # fmt: skip
+    several = [(task, family, members) for family, members in found.items() if members]
+    return several if len(of_task) > MAX_ROWS and len(several) > 1 else [(task, "", of_task)]
 
 
 def self_pretraining(pretrained: Sequence[Pretrained], styles: dict[str, dict[str, Any]]) -> Figure:
@@ -346,10 +368,17 @@ def make_panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Fi
     return figure, panels
 
 
-def _by_task(tasks: Sequence[str], panels: Sequence[Axes]) -> Iterable[tuple[str, Axes]]:
-    for axes in panels[len(tasks) :]:
+def _each_on_its_own(parts: Sequence[T], panels: Sequence[Axes]) -> Iterable[tuple[T, Axes]]:
+    for axes in panels[len(parts) :]:
         axes.set_visible(False)
-    return zip(tasks, panels, strict=False)
+    return zip(parts, panels, strict=False)
+
+
+def equal_heights(panels: Sequence[Axes]) -> None:
+    """The same limits of accuracy in all panels, so that they compare."""
+    lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
+    for axes in panels:
+        axes.set_ylim(min(lows), max(highs))
 
 
 def plain_log(axis: Axis) -> None:

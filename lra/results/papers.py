@@ -8,7 +8,16 @@ from typing import Any
 
 from lra.console import percent
 from lra.results.leaderboard import Row
-from lra.results.published import AVERAGES, FAIL, FAIL_AS, MEANS, TASKS, Published, task_title
+from lra.results.published import (
+    AVERAGES,
+    FAIL,
+    FAIL_AS,
+    FAMILIES,
+    MEANS,
+    TASKS,
+    Published,
+    task_title,
+)
 from lra.results.tables import GENERATED, Table, errata, escape_markdown, footnotes, marked
 from lra.values import flatten
 
@@ -85,6 +94,15 @@ PAPERS = (
                 "Luna paper": ("re-implementation in Luna harness", "Luna-256"),
                 "S4 paper": ("S4-v1", "S4-v2")}),
 )  # fmt: skip
+UNPRINTED = {"fastformer": "attention"}  # families of models for which no paper prints the arena
+
+
+def families(published: Sequence[Published]) -> dict[str, str]:
+    """Family of each of our models that stands in a paper's table; none without published rows."""
+    of = {p.model: p.family for p in published if p.family != FAMILIES[-1]}
+    found = UNPRINTED if of else {}
+    pairs = [(theirs, ours) for paper in PAPERS for (theirs, _), (ours, _) in paper.ours.items()]
+    return found | {ours: of[theirs] for theirs, ours in pairs if theirs in of}
 
 
 def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> Table:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lra.console import percent
-from lra.results.figures import COLORS, DASHES, encode, make_panels
+from lra.results.figures import COLORS, DASHES, encode, equal_heights, make_panels
 from lra.results.floors import Floors
 from lra.results.leaderboard import Options
 from lra.results.probes import Influence, Probes
@@ -113,7 +113,7 @@ def by_window(task: str, runs: Sequence[Run], floors: Sequence[Floors]) -> Figur
         pair[0].set_ylabel("test accuracy (%)")
         pair[0].set_xlabel("tokens shown")
         pair[1].set_xlabel("tokens in a block")
-    _equal_heights(panels)
+    equal_heights(panels)
     _one_legend(figure, panels)
     return figure
 
@@ -213,12 +213,6 @@ def _grid(title: str, runs: Sequence[Run], num_panels: int) -> tuple[Figure, lis
     for axes in panels[num_panels:]:
         axes.set_visible(False)
     return figure, panels[:num_panels]
-
-
-def _equal_heights(panels: Sequence[Axes]) -> None:
-    lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
-    for axes in panels:
-        axes.set_ylim(min(lows), max(highs))
 
 
 def _one_legend(figure: Figure, panels: Iterable[Axes]) -> None:

@@ -20,6 +20,7 @@ import pytest
 from lra.results import efficiency, figures, report, tables
 from lra.results.floors import Data, Floor, Floors, Score
 from lra.results.leaderboard import Board, Options, build
+from lra.results.papers import families
 from lra.results.published import FAMILIES, TASKS, load_published
 from lra.results.records import Record, pack_correct, save
 from lra.results.yardsticks import CLASSES, best_published
@@ -245,6 +246,45 @@ def test_every_seed_has_a_line_of_its_own_and_no_mean_hides_it() -> None:
     assert drawn == {tuple((s, 100 * a) for s, a in curve) for curve in curves}
     legend = axes.get_legend()
     assert legend and [text.get_text() for text in legend.get_texts()] == ["luna"]
+
+
+@needs_matplotlib
+def test_rows_that_one_panel_has_no_room_for_have_one_for_each_family() -> None:
+    of = families(load_published())
+    assert {m: of[m] for m in ("softmax", "s5", "mega", "bigbird", "fastformer")} == {
+        "softmax": "attention", "s5": "state space", "mega": "moving average",
+        "bigbird": "attention", "fastformer": "attention"}  # fmt: skip
+    assert "conv" not in of and families([]) == {}
+    names = [
+        "softmax",
+        "luna",
+        "linear",
+        "performer",
+        "bigbird",
+        "s4d",
+        "s5",
+        "lru",
+        "mega",
+        "conv",
+    ]
+    accuracies = dict(zip(names, np.linspace(0.2, 0.9, len(names)), strict=True))
+
+    def titles(models: list[str], families: dict[str, str]) -> list[str]:
+        runs = [make_record(model=m, curve=[{"step": 9, "val_accuracy": accuracies[m]}])
+                for m in models]  # fmt: skip
+        styles = figures.model_styles(models)
+        shown = [a for a in figures.learning_curves(build(runs).rows, styles, (), families).axes
+                 if a.get_visible()]  # fmt: skip
+        assert len({a.get_ylim() for a in shown}) == 1
+        assert sum(len(a.get_lines()) for a in shown) == min(len(models), 10 * len(shown))
+        return [a.get_title() for a in shown]
+
+    accuracies["none"] = 0.1
+    assert titles(names, of) == ["ListOps"]
+    assert titles([*names, "none"], {}) == ["ListOps (best 10 of 11 rows)"]
+    assert titles([*names, "none"], of) == [
+        "ListOps, attention", "ListOps, state space", "ListOps, moving average", "ListOps, other"
+    ]  # fmt: skip
 
 
 @needs_matplotlib
