@@ -224,6 +224,8 @@ MUTANTS = [
            "results/test_leaderboard.py newest_counts"),
     Mutant("lra/results/leaderboard.py", "is_higher and p < 0.01", "is_higher and p < 0.05",
            "results/test_leaderboard.py above_the_best_rule"),
+    Mutant("lra/speed/flops.py", "torch.set_num_threads(1)", "pass",
+           "speed/test_inspect.py in_other_threads_count"),
     Mutant("lra/tasks/listops_levels.py", "len(opened) == level:", "len(opened) > level:",
            "tasks/test_listops_levels.py not_followed_is_asked"),
     Mutant("lra/tasks/listops_levels.py", "counts[depth, operator - MIN, value_K] += 1",

@@ -26,15 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
 from lra.build import make_model, make_task
 from lra.config import RunConfig
 from lra.speed.benchmarks import BASELINE, ratio_text
+from lra.speed.flops import counting_flops
 from lra.speed.measure import Trainer, short_row
 from lra.tasks.batches import SplitWriter, TokenArrays
 from lra.tasks.task import Task
@@ -46,7 +42,6 @@ from models.classifier import Classifier
 WARM_STEPS = 1
 REPEATS = 4  # of a rate; the best counts
 Mark = Any  # a reading of the clock: seconds, or an event on the device's stream
-aten = torch.ops.aten
 
 
 def breakdown(config: RunConfig, hardware: Hardware, *, time_s: float) -> dict[str, Any]:
@@ -208,8 +203,7 @@ class Clock:
 
 def count(run: Callable[[], object]) -> tuple[int, int]:
     """Floating-point operations and bytes of `run`."""
-    counter = FlopCounterMode(display=False, custom_mapping=MORE_FLOPS)
-    with ByteCounter() as bytes_counter, counter:
+    with ByteCounter() as bytes_counter, counting_flops() as counter:
         run()
     return counter.get_total_flops(), bytes_counter.total
 
@@ -237,26 +231,6 @@ def _bytes(value: Any) -> int:
         return 0
     # An expanded tensor repeats what lies in memory once.
     return min(value.numel() * value.element_size(), value.untyped_storage().nbytes())
-
-
-def _product_in_place(_out: Any, a: Any, b: Any, *_: Any, **__: Any) -> int:
-    return 2 * a[0] * a[1] * a[2] * b[2]
-
-
-def _cpu_attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
-
-
-def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad, query, key, value)
-
-
-# What PyTorch's counter does not know; shapes stand for tensors.
-MORE_FLOPS: dict[Any, Any] = {
-    aten.baddbmm_: _product_in_place,
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-}
 
 
 def product_rate(hardware: Hardware) -> float:

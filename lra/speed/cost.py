@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+
+from lra.speed.flops import counting_flops
 
 if TYPE_CHECKING:
     from lra.config import TrainConfig
@@ -74,16 +75,13 @@ class Cost:
 def count(model: Classifier, length: int, hardware: Hardware) -> Cost:
     """Run one example of `length` tokens a sequence and count.
 
-    Operations are those of matrix products, a multiplication and an addition each, and of Fourier
-    transforms; attention is computed without fused kernels for it, since these hide their products.
-    Activations are all
-    tensors that autograd keeps in training, parameters and tables left out, with the kernels and
-    the precision that `hardware` trains with.
+    Operations are those of `counting_flops`; attention is computed without fused kernels for it,
+    since these hide their products. Activations are all tensors that autograd keeps in training,
+    parameters and tables left out, with the kernels and the precision that `hardware` trains with.
     """
     rows = _rows(model, length, hardware.device)
     model.eval()
-    counter = FlopCounterMode(display=False, custom_mapping=transform_flops())
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counting_flops() as counter:
         model(*rows)
 
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -98,24 +96,6 @@ def count(model: Classifier, length: int, hardware: Hardware) -> Cost:
     with hardware.autocast(), saved_tensors_hooks(keep, lambda x: x):
         model(*rows)
     return Cost(counter.get_total_flops(), sum(x.untyped_storage().nbytes() for x in kept.values()))
-
-
-def transform_flops() -> dict[Any, Callable[..., int]]:
-    """How many operations a Fourier transform takes, by PyTorch's operator for it.
-
-    By the usual count, 5 n log2 n for n complex numbers, and half of that where one side is real.
-    """
-
-    def whole(shape: Any, dims: Any, *_: Any, out_shape: Any, **__: Any) -> int:
-        # The longer of both sides has as many numbers as the transform is long.
-        longest = out_shape if math.prod(out_shape) >= math.prod(shape) else shape
-        return round(5 * math.prod(longest) * sum(math.log2(max(2, longest[d])) for d in dims))
-
-    def half(*args: Any, **kwargs: Any) -> int:
-        return whole(*args, **kwargs) // 2
-
-    aten = torch.ops.aten
-    return {aten._fft_c2c: whole, aten._fft_r2c: half, aten._fft_c2r: half}
 
 
 def _rows(model: Classifier, length: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ Letters of the formulas: L length, D width, F width of the feed-forward, M memor
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from lra.build import make_model, make_task, num_params
 from lra.cli import compose_config, typed
 from lra.config import HardwareConfig
 from lra.speed import cost
+from lra.speed.flops import counting_flops
 from lra.training.hardware import Hardware
 from models.classifier import Classifier
 from models.encoder import Encoder
@@ -32,6 +33,14 @@ CPU = Hardware(HardwareConfig(device="cpu", num_threads=1))
 D, F, LAYERS, H = 64, 128, 2, 2  # of the default recipe
 SHARED = {"embedding": 16 * D, "positions": 2000 * D, "final norm": 2 * D}
 SHARED["head"] = D * 128 + 128 + 128 * 10 + 10
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def build(*overrides: str) -> Classifier:
@@ -241,6 +250,28 @@ def test_fourier_transforms_count_by_their_length() -> None:
     transforms = 2 * 4 * 2.5 * 128 * 7  # there and back, features, n log2 n of 128
     maps, pooling, head = 2 * 2 * 64 * 4 * 4, 2 * 64 * 4, 2 * 4 * 2
     assert cost.count(model, 64, CPU).flops == transforms + maps + pooling + head
+
+
+def s5_flops(length: int, states: int = 32, chunk: int = 32) -> int:
+    maps = 2 * length * (2 * states * D + 4 * states * D + D * D)  # to both runs, from them, gate
+    num_chunks = length // chunk
+    assert num_chunks == chunk  # their last states are one chunk
+    inside = 4 * 2 * states * chunk * chunk * (num_chunks + 1)  # of real and imaginary parts
+    carried = 2 * 2 * states * num_chunks * 2 * chunk
+    return maps + 2 * (inside + carried)
+
+
+def test_products_in_place_and_in_other_threads_count(two_threads: None) -> None:
+    model = build("model=s5")
+    assert cost.count(model, 1024, CPU).flops == whole_flops(s5_flops(1024), 1024)
+    assert torch.get_num_threads() == 2
+    a, b = torch.ones(2, 3, 5), torch.ones(2, 5, 7)
+    with counting_flops() as counter:
+        torch.zeros(3, 7).addmm_(a[0], b[0])
+    assert counter.get_total_flops() == 2 * 3 * 5 * 7
+    with counting_flops() as counter:
+        torch.zeros(2, 3, 7).baddbmm_(a, b, alpha=-1)
+    assert counter.get_total_flops() == 2 * 2 * 3 * 5 * 7
 
 
 def test_a_whole_run_is_counted_at_its_longest_input() -> None:
