@@ -3,7 +3,7 @@ activations, shapes on the way.
 
 python scripts/inspect_model.py model=luna task=listops
 python scripts/inspect_model.py model=luna recipe=lra model.tie_kv=true --lengths=1000,4000
-python scripts/inspect_model.py model=all              # a line for each: parameters, operations
+python scripts/inspect_model.py model=all              # a line each: parameters, operations, hours
 
 Takes every key of the config, needs no data and writes nothing.
 """
@@ -112,7 +112,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
 
 
 def overview(words: list[str], lengths: list[int]) -> str:
-    """A line for each model: parameters against softmax in every recipe, and operations a token.
+    """A line for each model: parameters against softmax in every recipe, operations, hours.
 
     Raises:
         ValueError: as `report`.
@@ -134,21 +134,30 @@ def overview(words: list[str], lengths: list[int]) -> str:
     baseline = {recipe: count(BASELINE, recipe) for recipe in recipes}
     parameters = [("parameters", *recipes), (BASELINE, *(f"{n:,}" for n in baseline.values()))]
     operations = [("FLOPs a token", *(f"{length:,}" for length in lengths))]
+    hours: list[tuple[str, ...]] = [("hours", *cost.CARDS)]
     for model in all_models():
         if model != BASELINE:
             counts = {recipe: count(model, recipe) for recipe in recipes}
             parameters.append((model, *(over(counts[r], baseline[r]) for r in recipes)))
         config = typed(compose_config([*words, f"model={model}"]))
         task = make_task(config)
-        found = cost.costs(partial(model_for, config, task), lengths, Hardware(config.hardware))
+        wanted = [*lengths, task.max_length]
+        found = cost.costs(partial(model_for, config, task), wanted, Hardware(config.hardware))
         flops = {n: c.flops / (n * task.num_sequences) for n, c in found.by_length.items()}
         operations.append((model, *(f"{flops[n]:,.0f}" if n in flops else "-" for n in lengths)))
+        longest, num_val = found.by_length.get(task.max_length), task.official_sizes.get("val")
+        by_card = longest and cost.hours_by_card(longest, config.train, num_val)
+        hours.append((model, *(by_card[card] if by_card else "-" for card in cost.CARDS)))
     return "\n".join([
         f"parameters on {task.name}, of all but softmax over it, by recipe; * more than 10 %",
         *cost.columns(parameters),
         "",
         f"operations of a forward pass by length, {task.name}, recipe {config.recipe}",
         *cost.columns(operations),
+        "",
+        f"hours of a run, training and validation, if all inputs have {task.max_length:,} tokens; "
+        + cost.ESTIMATE,
+        *cost.columns(hours),
     ])  # fmt: skip
 
 

@@ -35,6 +35,10 @@ QUICK_FLOPS, QUICK_BYTES = 2e11, 4e9  # of one example, which a laptop runs in s
 CARDS = {"A100": 19.5e12, "H100 SXM": 67e12, "RTX 4090": 82.6e12, "RTX 3060": 12.7e12}
 UTILISATION = (0.4, 0.1)  # of the peak, at best and at worst; assumed, as are the next
 STEP_S = (0.005, 0.02)  # that launching a step's kernels takes, however small the model
+ESTIMATE = (
+    f"an estimate for one card at {100 * UTILISATION[1]:.0f} to {100 * UTILISATION[0]:.0f} % of "
+    f"its float32 peak and {1000 * STEP_S[0]:.0f} to {1000 * STEP_S[1]:.0f} ms a step at least"
+)
 _TITLES = {"ffn": "feed-forward", "norm": "final norm", "attention_pool": "pooling"}
 
 
@@ -295,22 +299,23 @@ def run_hours(found: Costs, train: TrainConfig, max_length: int, num_val: int | 
     cost = found.by_length.get(max_length)
     if cost is None:
         return []
+    ranges = [f"{card} {text}" for card, text in hours_by_card(cost, train, num_val).items()]
+    what = "training" if num_val is None else f"training, and {num_val:,} validation examples each"
+    return [f"hours of it ({what}), {ESTIMATE}: {', '.join(ranges)}"]
+
+
+def hours_by_card(cost: Cost, train: TrainConfig, num_val: int | None) -> dict[str, str]:
+    """Best and worst hours of a run whose every input costs that much, as `run_hours`."""
     num_evaluations = -(-train.num_steps // train.eval_every)
     passes = 3 * train.num_steps * train.batch_size + num_evaluations * (num_val or 0)
-    ranges = []
+    found = {}
     for card, peak in CARDS.items():
         best, worst = (
             max(passes * cost.flops / (peak * share), train.num_steps * step_s) / 3600
             for share, step_s in zip(UTILISATION, STEP_S, strict=True)
         )
-        ranges.append(f"{card} {_hours(best)} to {_hours(worst)}")
-    low, high = (f"{100 * share:.0f}" for share in reversed(UTILISATION))
-    what = "training" if num_val is None else f"training, and {num_val:,} validation examples each"
-    return [
-        f"hours of it ({what}), an estimate for one card at {low} to {high} % of its float32 peak "
-        f"and {1000 * STEP_S[0]:.0f} to {1000 * STEP_S[1]:.0f} ms a step at least: "
-        f"{', '.join(ranges)}"
-    ]
+        found[card] = f"{_hours(best)} to {_hours(worst)}"
+    return found
 
 
 def _hours(hours: float) -> str:

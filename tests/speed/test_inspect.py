@@ -342,6 +342,10 @@ def test_all_models_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         " ".join(line.split()) for line in inspect_model.overview(["model=all"], [64]).split("\n")
     ]
+    passes = 3 * 5000 * 32 + 100 * 2000  # each time 2,000 validation examples
+    work = passes * whole_flops(softmax_flops(2000), 2000) / 3600
+    shares = [(work / (0.4e12 * peak), work / (0.1e12 * peak)) for peak in (19.5, 67, 82.6, 12.7)]
+    hours = [" to ".join(f"{x:.1f}" if x >= 0.1 else f"{x:.2f}" for x in pair) for pair in shares]
     assert lines[1] == "parameters lra luna mega nystromformer s4 s5"
     assert " 205,706 " in lines[2] and lines[2].startswith("softmax ")
     assert " +12.8 %* " in lines[3] and lines[3].startswith("luna ")
@@ -350,7 +354,9 @@ def test_all_models_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
         "FLOPs a token 64",
         f"softmax {whole_flops(softmax_flops(64), 64) / 64:,.0f}",
     ]
-    assert lines[8].startswith("luna ") and len(lines) == 9
+    assert lines[8].startswith("luna ") and lines[10].startswith("hours of a run, training and")
+    assert lines[11:13] == ["hours A100 H100 SXM RTX 4090 RTX 3060", f"softmax {' '.join(hours)}"]
+    assert lines[13].startswith("luna ") and len(lines) == 14
 
 
 def test_the_report_of_a_changed_pair_task(tmp_path: Path) -> None:
