@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from models.dropout import side_by_side
 
@@ -217,8 +216,7 @@ def each_row_block(work: Callable[[slice, int], None], x_BLD: Tensor, size: int)
     batch_size, _, width = x_BLD.shape
     num_rows = max(1, BLOCK_SIZE // (width * size))
     starts = range(0, batch_size, num_rows)
-    # A mode that watches operations, to count them say, sees those of its own thread only.
-    num_workers = 1 if is_in_torch_dispatch_mode() else min(torch.get_num_threads(), len(starts))
+    num_workers = min(torch.get_num_threads(), len(starts))
 
     def call(worker: int) -> None:
         for start in starts[worker::num_workers]:

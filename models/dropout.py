@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BLOCK_SIZE = 2**19  # attention weights formed at a time: enough for threads, few enough for caches
 
@@ -218,7 +219,8 @@ def side_by_side(function: Callable[[int], None], count: int) -> None:
     Each has its share of PyTorch's threads, one as a rule: a block of weights is too small to be
     divided among threads that have to be woken for each operation. Nothing is differentiated.
     """
-    num_threads = torch.get_num_threads()
+    # A mode that watches operations, to count them say, sees those of its own thread only.
+    num_threads = 1 if is_in_torch_dispatch_mode() else torch.get_num_threads()
     num_workers = max(1, min(num_threads, count))
     inference = torch.is_inference_mode_enabled()
 

@@ -68,6 +68,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
     import torch
 
     from lra.speed import cost
+    from lra.speed.flops import COUNTED
     from lra.training.hardware import Hardware
 
     hardware = Hardware(config.hardware)
@@ -98,8 +99,7 @@ def report(overrides: list[str], lengths: list[int]) -> str:
         f"reach in positions: {reach_text(ours.encoder.reach or []) or 'all, or not known'}",
         "",
         f"cost of {examples} ({hardware.device.type}, {config.hardware.precision})",
-        "FLOPs: of matrix products and Fourier transforms in a forward pass; training takes about "
-        "three times as many",
+        f"FLOPs: {COUNTED}, in a forward pass; training takes about three times as many",
         "activations: what training keeps for the backward pass, parameters left out",
         *cost.cost_table(found, lengths, task.num_sequences),
         *cost.run_cost(found, config.train, task.max_length, task.num_sequences),
@@ -146,8 +146,8 @@ def overview(words: list[str], lengths: list[int]) -> str:
         flops = {n: c.flops / (n * task.num_sequences) for n, c in found.by_length.items()}
         operations.append((model, *(f"{flops[n]:,.0f}" if n in flops else "-" for n in lengths)))
         longest, num_val = found.by_length.get(task.max_length), task.official_sizes.get("val")
-        by_card = longest and cost.hours_by_card(longest, config.train, num_val)
-        hours.append((model, *(by_card[card] if by_card else "-" for card in cost.CARDS)))
+        by_card = cost.hours_by_card(longest, config.train, num_val)
+        hours.append((model, *(by_card.get(card, "-") for card in cost.CARDS)))
     return "\n".join([
         f"parameters on {task.name}, of all but softmax over it, by recipe; * more than 10 %",
         *cost.columns(parameters),
@@ -155,8 +155,8 @@ def overview(words: list[str], lengths: list[int]) -> str:
         f"operations of a forward pass by length, {task.name}, recipe {config.recipe}",
         *cost.columns(operations),
         "",
-        f"hours of a run, training and validation, if all inputs have {task.max_length:,} tokens; "
-        + cost.ESTIMATE,
+        f"hours of a run ({cost.whole_run(num_val)}) if all inputs have {task.max_length:,} "
+        f"tokens, {cost.ESTIMATE}; -: not counted at this length",
         *cost.columns(hours),
     ])  # fmt: skip
 

@@ -98,7 +98,14 @@ def generate(
 
     missing = figures.unavailable()
     if with_figures and not missing:
-        drawn = figures.draw(board.rows, bench, board.floors, board.pretrained, board.published)
+        drawn = figures.draw(
+            board.rows,
+            bench,
+            board.floors,
+            board.pretrained,
+            board.published,
+            papers.families(published),
+        )
         drawn |= probe_figures.draw(probed, floors)
         files |= {f"figures/{k}": v for k, v in drawn.items()}
     else:  # the page keeps the figures that lie there

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lra.console import percent
 from lra.results.floors import Floors
 from lra.results.leaderboard import Cell, Pretrained, Row, tasks_with_own
-from lra.results.papers import families
-from lra.results.published import FAIL, FAMILIES, Published, task_title
+from lra.results.published import FAIL, FAMILIES, GUESSES, Published, task_title
 from lra.results.records import Record
 from lra.speed.benchmarks import Benchmark, slope
 
@@ -52,6 +51,7 @@ def draw(
     floors: Sequence[Floors] = (),
     pretrained: Sequence[Pretrained] = (),
     published: Sequence[Published] = (),
+    family_of: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, bytes]:
     """All figures: file name to content, an SVG and a PNG of each."""
     models = {row.model for row in rows} | {c.model for b in benchmarks for c in b.cells}
@@ -59,10 +59,10 @@ def draw(
     figures = {}
     if rows:
         figures["accuracy_speed"] = accuracy_speed(rows, styles)
-        figures["learning_curves"] = learning_curves(rows, styles, floors, families(published))
-    for steps in floors:
-        if steps.ladder and (rows or published):
-            figures[f"ladder_{steps.task}"] = ladder(steps, rows, published)
+        figures["learning_curves"] = learning_curves(rows, styles, floors, family_of)
+    for of_task in floors:
+        if of_task.ladder and (drawn := beside_ladder(of_task, rows, published)):
+            figures[f"ladder_{of_task.task}"] = drawn
     if pretrained:
         figures["self_pretraining"] = self_pretraining(pretrained, styles)
     for benchmark in benchmarks:
@@ -91,7 +91,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
         + " Bars: sample deviation over seeds." * bars
         + " Bubble area: peak memory, hollow where it was not counted." * counted
     )
-    for task, axes in _each_on_its_own(tasks, panels):
+    for task, axes in zip_panels(tasks, panels):
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
         largest, devices = max(memory, default=0), set()
@@ -150,21 +150,21 @@ def learning_curves(
     rows: Sequence[Row],
     styles: dict[str, dict[str, Any]],
     floors: Sequence[Floors] = (),
-    families: Mapping[str, str] = MappingProxyType({}),
+    family_of: Mapping[str, str] = MappingProxyType({}),
 ) -> Figure:
     """Validation accuracy by step, a line for each run and for two rules; a panel for each task.
 
-    Where that has no room for all rows, there is one for each family of models, by `families`. No
+    Where that has no room for all rows, there is one for each family of models, by `family_of`. No
     mean over seeds: where some have left a plateau and others not, it shows what no run had.
     Rules are drawn where all runs of the panel have the data that these were measured on.
     """
     several = len({row.recipe for row in rows}) > 1
-    parts = [part for task in _with_results(rows) for part in _by_family(rows, task, families)]
+    parts = [part for task in _with_results(rows) for part in _by_family(rows, task, family_of)]
     figure, panels = make_panels(
         "Validation accuracy while training, each seed", *_grid(len(parts))
     )
     figure.set_label(RUNS)
-    for (task, family, members), axes in _each_on_its_own(parts, panels):
+    for (task, family, members), axes in zip_panels(parts, panels):
         cells = _chosen(members, task)
         seen: Counter[str] = Counter()
         for row, cell in cells:
@@ -195,11 +195,11 @@ def learning_curves(
 
 
 def _by_family(
-    rows: Sequence[Row], task: str, families: Mapping[str, str]
+    rows: Sequence[Row], task: str, family_of: Mapping[str, str]
 ) -> list[tuple[str, str, list[Row]]]:
     """Task, family and rows of each panel; one without a family if it has room for all rows."""
     of_task = [row for row in rows if task in row.cells]
-    found = {family: [row for row in of_task if families.get(row.model, "other") == family]
+    found = {family: [row for row in of_task if family_of.get(row.model, "other") == family]
              for family in FAMILIES}  # fmt: skip
     several = [(task, family, members) for family, members in found.items() if members]
     return several if len(of_task) > MAX_ROWS and len(several) > 1 else [(task, "", of_task)]
@@ -237,10 +237,12 @@ def self_pretraining(pretrained: Sequence[Pretrained], styles: dict[str, dict[st
     return figure
 
 
-def ladder(floors: Floors, rows: Sequence[Row], published: Sequence[Published]) -> Figure:
+def beside_ladder(
+    floors: Floors, rows: Sequence[Row], published: Sequence[Published]
+) -> Figure | None:
     """A dot for each test accuracy, by family; a line for each rule worth naming and each rung.
 
-    Rows measured here are those on the data that rules were measured on.
+    Rows measured here are those on the data that rules were measured on. None if there is no dot.
     """
     task, lines = floors.task, [*floors.worth_naming(), *floors.ladder]
     cells = [(row.model, row.cells[task]) for row in rows if task in row.cells]
@@ -248,14 +250,20 @@ def ladder(floors: Floors, rows: Sequence[Row], published: Sequence[Published]) 
             if cell.fingerprint == floors.data.fingerprint]  # fmt: skip
     groups = {"measured here": same}
     for family in FAMILIES:
-        groups[family] = [(p.model, float(cell)) for p in published if p.family == family
-                          if (cell := p.cells.get(task)) and cell != FAIL]  # fmt: skip
+        groups[family] = [(p.model, float(cell)) for p in published
+                          if p.family == family and p.model not in GUESSES
+                          and (cell := p.cells.get(task)) and cell != FAIL]  # fmt: skip
     groups = {name: sorted(found, key=lambda f: f[1]) for name, found in groups.items() if found}
-    figure, (axes,) = make_panels(f"{task_title(task)}: what following its structure gives", 1, 1)
+    if not groups:
+        return None
+    title = f"{task_title(task)}: scores beside what solving a part gives"
+    figure, (axes,) = make_panels(title, 1, 1)
     figure.set_size_inches(8, 1.8 + 0.4 * len(groups))
     figure.set_label(
-        f"Test accuracy on {task_title(task)}, measured here and in print by family, beside what "
-        "rules are right in that follow the task's own structure so far and no further."
+        f"Test accuracy on {task_title(task)}, a dot for each row measured here on the same data "
+        "and for each figure in print, which may be of other files; the best of a line is named. "
+        "Dotted: rules without a sequence model. Solid: rules that solve a part exactly and guess "
+        "the rest."
     )
     for y, (name, found) in enumerate(groups.items()):
         heights = [y + shift for shift in _apart([accuracy for _, accuracy in found])]
@@ -279,12 +287,12 @@ def ladder(floors: Floors, rows: Sequence[Row], published: Sequence[Published]) 
     return figure
 
 
-def _apart(values: Sequence[float], near: float = 0.8, step: float = 0.09) -> list[float]:
+def _apart(values: Sequence[float], near: float = 0.8, step: float = 0.07) -> list[float]:
     """Shifts that keep sorted values that are nearly equal off each other: 0, 1 up, 1 down, ..."""
     shifts, count = [], 0
     for i, value in enumerate(values):
         count = count + 1 if i and value - values[i - 1] < near else 0
-        turn = count % 8  # more would reach the next line
+        turn = count % 12  # more would reach the next line
         shifts.append(step * ((turn + 1) // 2) * (-1) ** turn)
     return shifts
 
@@ -368,7 +376,7 @@ def make_panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Fi
     return figure, panels
 
 
-def _each_on_its_own(parts: Sequence[T], panels: Sequence[Axes]) -> Iterable[tuple[T, Axes]]:
+def zip_panels(parts: Sequence[T], panels: Sequence[Axes]) -> Iterable[tuple[T, Axes]]:
     for axes in panels[len(parts) :]:
         axes.set_visible(False)
     return zip(parts, panels, strict=False)

@@ -1,5 +1,5 @@
 """Floors: what rules reach that any model should beat, on whole val and test; and a task's ladder,
-what rules reach that go the task's own way so far and no further, which say what a score is worth.
+what rules reach that solve a part of each example exactly, which say what a score may be worth.
 
 `scripts/floors.py` has rules.py measure them and writes results/floors/<task>.json; tables and
 figures set runs beside it where both have the same data, by fingerprint.
@@ -69,7 +69,7 @@ class Data:
 
 @dataclass(frozen=True)
 class Floors:
-    """The floors of one task and its ladder, least first, on one version of its data."""
+    """The floors of one task and its ladder on one version of its data."""
 
     task: str
     data: Data
@@ -77,6 +77,10 @@ class Floors:
     ladder: list[Floor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        names = [rule.name for rule in (*self.floors, *self.ladder)]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"floors, ladder: name={name!r} stands there more than once")
         named = {f"floors[{i}]": floor for i, floor in enumerate(self.floors)}
         named |= {f"ladder[{i}]": rung for i, rung in enumerate(self.ladder)}
         for place, rule in named.items():

@@ -100,7 +100,7 @@ UNPRINTED = {"fastformer": "attention"}  # families of models for which no paper
 def families(published: Sequence[Published]) -> dict[str, str]:
     """Family of each of our models that stands in a paper's table; none without published rows."""
     of = {p.model: p.family for p in published if p.family != FAMILIES[-1]}
-    found = UNPRINTED if of else {}
+    found = UNPRINTED if of else {}  # without published rows nothing is told apart
     pairs = [(theirs, ours) for paper in PAPERS for (theirs, _), (ours, _) in paper.ours.items()]
     return found | {ours: of[theirs] for theirs, ours in pairs if theirs in of}
 

@@ -24,6 +24,7 @@ PUBLISHED_NAMES = {"softmax": "transformer"}  # where papers use another name th
 # inputs without labels before they were trained on it: never in one section with any other.
 FAMILIES = ("attention", "state space", "linear recurrence", "long convolution", "moving average",
             "other", "self-pretraining")  # fmt: skip
+GUESSES = ("Chance", "Random guessing")  # rows that are no models
 INPUTS = ("", "ids", "real")  # how pixels are read: not known, as ids of a table, as numbers
 
 

@@ -23,7 +23,16 @@ from lra.results.leaderboard import (
     Pretrained,
     Row,
 )
-from lra.results.published import AVERAGES, FAIL, FAIL_AS, FAMILIES, MEANS, Published, task_title
+from lra.results.published import (
+    AVERAGES,
+    FAIL,
+    FAIL_AS,
+    FAMILIES,
+    GUESSES,
+    MEANS,
+    Published,
+    task_title,
+)
 from lra.results.records import Record
 from lra.results.settings import UNHASHED
 from lra.results.statistics import sign_test
@@ -62,9 +71,9 @@ BOUNDED_LEGEND = (
     "with which mark b compares runs on the same data. Models: as in the leaderboard.\n"
 )
 LADDER_LEGEND = (
-    "What following the task's own structure gives, so far and no further: of what lies beyond, "
-    "only what is common on train is known. Not floors, but what a score may be worth. Figures in "
-    "print may be of other files, and are compared as they stand.\n"
+    "What solving a part of each example exactly gives, where the rest is guessed by what is common"
+    " on train. No floors, but what a score may be worth. Rows are above by a sign test at 99 %; "
+    "figures in print may be of other files, and are compared as they stand.\n"
 )
 # Words of a command that another column holds, or that are no part of a setting.
 TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
@@ -285,19 +294,22 @@ def floor_notes(board: Board) -> list[str]:
         )
         if floors.ladder:
             rungs = [f"{percent(100 * r.test.accuracy)} % ({r.title})" for r in floors.ladder]
-            highest = max(published_figures(floors.task, board), default=None)
-            notes.append(
-                f"Following the structure of {task_title(floors.task)} so far and no further gives "
-                f"{', '.join(rungs)}"
-                + (f"; the highest figure in print is {percent(highest)} %" if highest else "")
-                + "."
+            note = (
+                f"On {task_title(floors.task)}, solving a part exactly and guessing the rest gives "
+                + ", ".join(rungs)
             )
+            if printed := published_figures(floors.task, board):
+                note += (
+                    f"; the highest of {len(printed)} figures in print that are shown here is "
+                    f"{percent(max(printed))} %"
+                )
+            notes.append(f"{note}.")
     return notes
 
 
 def published_figures(task: str, board: Board) -> list[float]:
-    """What the published rows of a board have for a task, in percent."""
-    cells = [p.cells.get(task, "") for p in board.published]
+    """What the published models of a board have for a task, in percent; guessing is none."""
+    cells = [p.cells.get(task, "") for p in board.published if p.model not in GUESSES]
     return [float(cell) for cell in cells if cell not in ("", FAIL)]
 
 
@@ -376,10 +388,10 @@ def bounded_sections(board: Board) -> list[str]:
 
 
 def ladder_table(floors: Floors, board: Board) -> Table:
-    """What following a task's structure gives, and how many figures are above."""
+    """What solving a part gives, and how many figures are higher."""
     cells, printed = cells_on(floors, board), published_figures(floors.task, board)
-    header = ["Followed", "Val", "Test", *[f"Rows above, of {len(cells)}"] * bool(cells),
-              *[f"In print above, of {len(printed)}"] * bool(printed)]  # fmt: skip
+    header = ["Solved", "Val", "Test", *[f"Rows above, of {len(cells)}"] * bool(cells),
+              *[f"In print higher, of {len(printed)}"] * bool(printed)]  # fmt: skip
     rows = [
         [rung.description, score_text(rung.val), score_text(rung.test),
          *[str(sum(bool(c.is_above(rung)) for c in cells))] * bool(cells),

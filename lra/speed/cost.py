@@ -296,16 +296,20 @@ def run_hours(found: Costs, train: TrainConfig, max_length: int, num_val: int | 
 
     `num_val` validation examples are evaluated each time; left out if it is None.
     """
-    cost = found.by_length.get(max_length)
+    ranges = hours_by_card(found.by_length.get(max_length), train, num_val)
+    text = ", ".join(f"{card} {hours}" for card, hours in ranges.items())
+    return [f"hours of it ({whole_run(num_val)}), {ESTIMATE}: {text}"] if ranges else []
+
+
+def whole_run(num_val: int | None) -> str:
+    """What hours are of."""
+    return "training" if num_val is None else f"training, and {num_val:,} validation examples each"
+
+
+def hours_by_card(cost: Cost | None, train: TrainConfig, num_val: int | None) -> dict[str, str]:
+    """Best and worst hours of a run whose every input costs that much; {} if that is not known."""
     if cost is None:
-        return []
-    ranges = [f"{card} {text}" for card, text in hours_by_card(cost, train, num_val).items()]
-    what = "training" if num_val is None else f"training, and {num_val:,} validation examples each"
-    return [f"hours of it ({what}), {ESTIMATE}: {', '.join(ranges)}"]
-
-
-def hours_by_card(cost: Cost, train: TrainConfig, num_val: int | None) -> dict[str, str]:
-    """Best and worst hours of a run whose every input costs that much, as `run_hours`."""
+        return {}
     num_evaluations = -(-train.num_steps // train.eval_every)
     passes = 3 * train.num_steps * train.batch_size + num_evaluations * (num_val or 0)
     found = {}

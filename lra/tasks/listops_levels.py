@@ -1,9 +1,8 @@
 """ListOps from outside: what an expression is worth to one who follows its outer levels only.
 
-Level 1 is the outermost operator with its own digits, level 2 those of the operators among its
-arguments too, and so on. Of an operator further in the kind alone is known: its value is drawn as
-often as training expressions have it for that operator at that depth, and the answer is what most
-draws come to. A score that level 1 reaches needs no nesting to be understood.
+Level 1 is the outermost operator, its digits, and which operators stand among its arguments; level
+2 has the same of those operators, and so on. What an operator below is worth is drawn as often as
+training expressions have it for that kind at that depth, and the answer is what most draws come to.
 
 Legend: A arguments, K draws; the outermost operator has depth 1.
 """
@@ -24,20 +23,19 @@ NUM_LEVELS = 5
 NUM_COUNTED = 5_000  # training expressions, the first ones; each has some 160 operators
 NUM_DRAWS = 1_000
 SEED = 0
+UNSEEN = np.zeros(1, np.int64)
 
 
 def ladder(train: TokenArrays) -> list[Rule]:
     """A rule for each number of levels that are followed, 1 to NUM_LEVELS."""
     counts = count_values(train)
-    return [
-        Rule(
-            f"level_{level}",
-            (f"the outer {level} levels" if level > 1 else "the outermost level")
-            + " (operators and digits there; of those nested deeper only which operator)",
-            partial(answers, counts, level),
-        )
-        for level in range(1, NUM_LEVELS + 1)
-    ]
+    rules = []
+    for level in range(1, NUM_LEVELS + 1):
+        title = f"levels 1 to {level}" if level > 1 else "level 1"
+        what = "operators and digits there, the kinds of operators below"
+        answer = partial(answers, counts, level)
+        rules.append(Rule(f"level_{level}", f"{title} of an expression ({what})", answer))
+    return rules
 
 
 def count_values(train: TokenArrays) -> np.ndarray:
@@ -49,20 +47,26 @@ def count_values(train: TokenArrays) -> np.ndarray:
     size = min(len(train), NUM_COUNTED)
 
     def note(depth: int, operator: int, value_K: np.ndarray) -> None:
-        if depth < len(counts):
-            counts[depth, operator - MIN, value_K] += 1
+        if depth < len(counts) and value_K is not UNSEEN:
+            counts[depth, operator - MIN, value_K[0]] += 1
 
     with counting("listops, values of operators", size) as show:
         for i in range(size):
             values = train.sequence(i).tolist()
             if not num_open(values):
-                follow(values, len(values), num_draws=1, note=note)
+                follow(values, len(values), 1, lambda *_: UNSEEN, note)
             show(i + 1)
     return counts
 
 
 def answers(counts: np.ndarray, level: int, arrays: TokenArrays) -> np.ndarray:
-    """The commonest value of each expression when its outer `level` levels are followed. [N]"""
+    """The commonest value of each expression when its outer levels are followed. [N]
+
+    Args:
+        counts: by `count_values`.
+        level: how many, at most NUM_LEVELS.
+        arrays: checked when they were read, so that every expression is well-formed or cut.
+    """
     draws = np.random.default_rng([SEED, level])
     up_to = counts.cumsum(axis=-1) / counts.sum(axis=-1, keepdims=True)
 
@@ -88,14 +92,14 @@ def follow(
     values: Sequence[int],
     level: int,
     num_draws: int,
-    unknown: Callable[[int, int], np.ndarray] = lambda depth, operator: np.zeros(1, np.int64),
+    unknown: Callable[[int, int], np.ndarray],
     note: Callable[[int, int, np.ndarray], None] = lambda depth, operator, value_K: None,
 ) -> np.ndarray:
     """Value of an expression whose outer levels are followed. [K]
 
     Args:
-        values: raw values, which may have been cut at their end; an operator that was cut has the
-            arguments that were left to it.
+        values: raw values of a well-formed expression, which may have been cut at its end; an
+            operator that was cut has the arguments that were left to it.
         level: operators deeper than that are not followed.
         num_draws: K.
         unknown: draws [K] of what these are worth, and one without any argument left, given its

@@ -137,9 +137,10 @@ class Task(ABC):
         """
 
     def ladder(self, train: TokenArrays) -> Sequence[Rule]:
-        """Rules that go the task's own way so far and no further, least first; [] if none is known.
+        """Rules that solve a part of each example exactly and guess the rest, more each time.
 
-        No floors, since a model need not be above them: they say what a score is worth.
+        No floors, since a model need not be above them: they say what a score may be worth. None
+        here. A description ends in brackets with what a table has no room for.
         """
         return []
 

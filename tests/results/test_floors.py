@@ -66,6 +66,8 @@ def test_a_task_may_have_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (rung,) = toy.ladder
     assert (rung.val.accuracy, rung.test.accuracy) == (0.5, 0.6) and rung not in toy.floors
     assert rung.test.correct_N.tolist() == [True, True, False, True, False]
+    with pytest.raises(ValueError, match="name='first_token' stands there more than once"):
+        replace(toy, ladder=[replace(rung, name="first_token")])
     path = save(toy, tmp_path)
     assert load(path) == toy
     with pytest.raises(ValueError, match=r"rules that were not measured now \(always\)"):

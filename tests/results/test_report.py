@@ -321,7 +321,7 @@ def test_a_ladder_is_drawn_with_what_is_in_print() -> None:
     published = [p for p in load_published() if p.family in FAMILIES[:2]]
     steps = Floors("listops", data, rules[:1], rules[1:])
     rows = build([run]).rows
-    axes = figures.ladder(steps, rows, published).axes[0]
+    axes = figures.beside_ladder(steps, rows, published).axes[0]
     printed = [p for p in published if p.cells.get("listops", "FAIL") not in ("", "FAIL")]
     of = {f: sum(p.family == f for p in printed) for f in FAMILIES[:2]}
     names = [label.get_text() for label in axes.get_yticklabels()]
@@ -334,8 +334,11 @@ def test_a_ladder_is_drawn_with_what_is_in_print() -> None:
     names = set(figures.draw([], [], [steps], (), published))
     assert names == {"ladder_listops.svg", "ladder_listops.png"}
     elsewhere = Floors("listops", Data("s", "files", "f" * 64, data.num_examples), [], rules)
-    labels = figures.ladder(elsewhere, rows, published).axes[0].get_yticklabels()
+    labels = figures.beside_ladder(elsewhere, rows, published).axes[0].get_yticklabels()
     assert len(labels) == 2
+    own = Floors("digitsum", elsewhere.data, [], rules)  # a task of one's own before its first run
+    assert figures.beside_ladder(own, rows, published) is None
+    assert figures.draw([], [], [own], (), published) == {}
 
 
 @needs_matplotlib

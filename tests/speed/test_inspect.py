@@ -354,7 +354,9 @@ def test_all_models_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
         "FLOPs a token 64",
         f"softmax {whole_flops(softmax_flops(64), 64) / 64:,.0f}",
     ]
-    assert lines[8].startswith("luna ") and lines[10].startswith("hours of a run, training and")
+    assert lines[8].startswith("luna ") and lines[10].startswith(
+        "hours of a run (training, and 2,000"
+    )
     assert lines[11:13] == ["hours A100 H100 SXM RTX 4090 RTX 3060", f"softmax {' '.join(hours)}"]
     assert lines[13].startswith("luna ") and len(lines) == 14
 

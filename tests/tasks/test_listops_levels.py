@@ -14,6 +14,10 @@ from lra.tasks.listops_generator import MAX, MED, MIN, SM, Limits, draw_block
 from lra.tasks.listops_levels import answers, count_values, follow, ladder, num_open
 
 
+def nothing(depth: int, operator: int) -> np.ndarray:
+    raise AssertionError("all levels are followed")
+
+
 def values(text: str) -> list[int]:
     return encode(text).tolist()
 
@@ -60,7 +64,7 @@ def test_all_levels_give_the_value_of_an_expression() -> None:
         expression = list(block.tokens[start : start + length])
         start += length
         depths.clear()
-        found = follow(expression, 99, 1, note=lambda depth, *_: depths.append(depth))
+        found = follow(expression, 99, 1, nothing, lambda depth, *_: depths.append(depth))
         assert found.tolist() == [label] == [evaluate(bytes(expression))]
         assert depths[-1] == 1 and num_open(expression) == 0
         deepest = max(deepest, *depths)
