@@ -163,6 +163,8 @@ def learning_curves(
     figure, panels = make_panels(
         "Validation accuracy while training, each seed", *_grid(len(parts))
     )
+    if several_panels := len(parts) > 1:  # a legend of one column, which is narrow and long
+        figure.set_figheight(figure.get_figheight() + _grid(len(parts))[0])
     figure.set_label(RUNS)
     for (task, family, members), axes in zip_panels(parts, panels):
         cells = _chosen(members, task)
@@ -187,8 +189,9 @@ def learning_curves(
         axes.set_xlabel("training step")
         axes.set_ylabel("validation accuracy (%)")
         if axes.get_lines():
-            axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2,
-                        handlelength=3, handletextpad=0.4, columnspacing=0.8)  # fmt: skip
+            axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.2),
+                        ncols=1 if several_panels else 2, handlelength=3, handletextpad=0.4,
+                        columnspacing=0.8)  # fmt: skip
     for task in {task for task, *_ in parts}:
         equal_heights([a for part, a in zip(parts, panels, strict=False) if part[0] == task])
     return figure

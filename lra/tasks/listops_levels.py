@@ -31,10 +31,10 @@ def ladder(train: TokenArrays) -> list[Rule]:
     counts = count_values(train)
     rules = []
     for level in range(1, NUM_LEVELS + 1):
-        title = f"levels 1 to {level}" if level > 1 else "level 1"
+        title = f"the outer {level} levels" if level > 1 else "the outer level"
         what = "operators and digits there, the kinds of operators below"
         answer = partial(answers, counts, level)
-        rules.append(Rule(f"level_{level}", f"{title} of an expression ({what})", answer))
+        rules.append(Rule(f"level_{level}", f"{title} ({what})", answer))
     return rules
 
 
