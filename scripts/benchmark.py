@@ -60,7 +60,7 @@ from lra.cli import (  # noqa: E402
 )
 from lra.config import RunConfig  # noqa: E402
 from lra.results.efficiency import benchmark_tables  # noqa: E402
-from lra.results.tables import Table  # noqa: E402
+from lra.results.markdown import Table  # noqa: E402
 from lra.script import Parser, exit_codes  # noqa: E402
 from lra.speed.benchmarks import (  # noqa: E402
     BASELINE,

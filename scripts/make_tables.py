@@ -29,6 +29,7 @@ from lra.results import (  # noqa: E402
     probe_figures,
     records,
     report,
+    rule_tables,
     tables,
 )
 from lra.results.floors import load_all as load_floors  # noqa: E402
@@ -84,7 +85,7 @@ def generate(
     }
     titled = [("Published accuracy", tables.published_table(board.published, board.options))]
     titled = titled if board.published else []
-    if (bounded := tables.bounded_table(board)).rows:
+    if (bounded := rule_tables.bounded_table(board)).rows:
         titled.insert(0, ("Without long range: rules, and models of bounded reach", bounded))
     for paper in papers.PAPERS:
         if board.published:

@@ -25,7 +25,7 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 
 # isort: split
 from lra.results import probes as stored  # noqa: E402
-from lra.results.tables import Table  # noqa: E402
+from lra.results.markdown import Table  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
 
 

@@ -111,7 +111,7 @@ def test_rooms_know_only_those_below_them(path: Path) -> None:
         ("lra.training.optim", "if TYPE_CHECKING:\n    from lra.speed.measure import Trainer"),
         ("lra.results.tables", "from lra.speed.measure import measure"),
         ("lra.results.tables", "from lra.training.trainer import State"),
-        ("lra.speed.measure", "from lra.results.tables import Table"),
+        ("lra.speed.measure", "from lra.results.markdown import Table"),
         ("lra.speed.measure", "from lra.job import run_job"),
         ("lra.build", "from models.luna import LunaEncoder"),
         ("lra.job", "from hydra import compose"),

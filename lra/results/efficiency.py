@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lra.results.leaderboard import REAL, Row, tasks_with_own
+from lra.results.markdown import Table, escape_markdown
 from lra.results.published import task_title
 from lra.results.statistics import mean_std
-from lra.results.tables import GENERATED, Table, escape_markdown
+from lra.results.tables import GENERATED
 from lra.speed.benchmarks import BASELINE, Benchmark, BenchmarkCell, Limits, slope
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lra.console import percent
 from lra.results.floors import Floors
 from lra.results.leaderboard import Cell, Pretrained, Row, tasks_with_own
-from lra.results.published import FAIL, FAMILIES, GUESSES, Published, task_title
+from lra.results.published import FAMILIES, Published, figures_of, task_title
 from lra.results.records import Record
+from lra.results.yardsticks import on_same_data
 from lra.speed.benchmarks import Benchmark, slope
 
 if TYPE_CHECKING:
@@ -248,14 +249,10 @@ def beside_ladder(
     Rows measured here are those on the data that rules were measured on. None if there is no dot.
     """
     task, lines = floors.task, [*floors.worth_naming(), *floors.ladder]
-    cells = [(row.model, row.cells[task]) for row in rows if task in row.cells]
-    same = [(model, cell.mean) for model, cell in cells
-            if cell.fingerprint == floors.data.fingerprint]  # fmt: skip
-    groups = {"measured here": same}
+    groups = {"measured here": [(row.model, cell.mean) for row, cell in on_same_data(rows, floors)]}
+    printed = figures_of(task, published)
     for family in FAMILIES:
-        groups[family] = [(p.model, float(cell)) for p in published
-                          if p.family == family and p.model not in GUESSES
-                          and (cell := p.cells.get(task)) and cell != FAIL]  # fmt: skip
+        groups[family] = [(p.model, figure) for p, figure in printed if p.family == family]
     groups = {name: sorted(found, key=lambda f: f[1]) for name, found in groups.items() if found}
     if not groups:
         return None

@@ -20,10 +20,10 @@ from lra.results.papers import (
     theirs,
 )
 from lra.results.published import AVERAGES, FAIL, FAIL_AS, Published, task_title
+from lra.results.rule_tables import floor_notes
 from lra.results.tables import (
     BOLD,
     PRETRAINED_LEGEND,
-    floor_notes,
     footnotes,
     measured_table,
     misprint,

@@ -8,6 +8,7 @@ from typing import Any
 
 from lra.console import percent
 from lra.results.leaderboard import Row
+from lra.results.markdown import Table, escape_markdown, marked
 from lra.results.published import (
     AVERAGES,
     FAIL,
@@ -18,7 +19,7 @@ from lra.results.published import (
     Published,
     task_title,
 )
-from lra.results.tables import GENERATED, Table, errata, escape_markdown, footnotes, marked
+from lra.results.tables import GENERATED, errata, footnotes
 from lra.values import flatten
 
 

@@ -70,6 +70,12 @@ class Published:
         return mean_std([FAIL_AS if c == FAIL else float(c) for c in cells])[0]
 
 
+def figures_of(task: str, published: Sequence[Published]) -> list[tuple[Published, float]]:
+    """Rows of models that have a figure for a task, in percent; guessing is no model."""
+    cells = ((p, p.cells.get(task, "")) for p in published if p.model not in GUESSES)
+    return [(p, float(cell)) for p, cell in cells if cell not in ("", FAIL)]
+
+
 def load_published(path: Path | None = None) -> list[Published]:
     """Rows of results/published.csv, in its order; none if there is no such file here.
 

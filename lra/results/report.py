@@ -16,19 +16,18 @@ from urllib.parse import quote
 from lra.console import percent
 from lra.results.control import phase_text
 from lra.results.leaderboard import LEFT_OUT, REAL, Board, Cell
+from lra.results.markdown import Table, marked
 from lra.results.published import FAMILIES, task_title
 from lra.results.records import Record
+from lra.results.rule_tables import floor_notes
 from lra.results.settings import setting_text
 from lra.results.statistics import wilson
 from lra.results.tables import (
     LEGEND,
     PRETRAINED_LEGEND,
     PUBLISHED_LEGEND,
-    Table,
     average_titles,
-    floor_notes,
     footnotes,
-    marked,
     measured_table,
     pretrained_notes,
     pretrained_table,

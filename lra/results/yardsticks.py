@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lra.results.floors import Floor, Floors
-from lra.results.leaderboard import REAL
-from lra.results.published import FAIL, FAMILIES, Published
+from lra.results.leaderboard import REAL, Cell, Row
+from lra.results.published import FAMILIES, Published, figures_of
 
 CLASSES = {"listops": 10, "text": 2, "retrieval": 2, "image": 10, "pathfinder": 2, "pathx": 2}
 OF_PIXELS = ("image", "pathfinder", "pathx")
@@ -19,6 +19,12 @@ class Yardstick:
 
     percent: float
     whose: str
+
+
+def on_same_data(rows: Sequence[Row], floors: Floors) -> list[tuple[Row, Cell]]:
+    """Rows that have the task on the very data that rules were measured on, with that cell."""
+    cells = [(row, row.cells[floors.task]) for row in rows if floors.task in row.cells]
+    return [(row, c) for row, c in cells if c.fingerprint == floors.data.fingerprint]
 
 
 def chance(task: str, fingerprint: str, floors: Sequence[Floors]) -> Yardstick | None:
@@ -37,15 +43,14 @@ def best_rule(task: str, fingerprint: str, floors: Sequence[Floors]) -> Yardstic
 
 def best_published(task: str, published: Sequence[Published]) -> Yardstick | None:
     """The highest figure in print, however pixels are read; without self-pretraining."""
-    rows = [p for p in published
-            if p.family != FAMILIES[-1] and p.cells.get(task, "") not in ("", FAIL)]  # fmt: skip
-    best = max(rows, key=lambda p: float(p.cells[task]), default=None)
-    if best is None:
+    rows = [row for row in figures_of(task, published) if row[0].family != FAMILIES[-1]]
+    if not rows:
         return None
+    best, figure = max(rows, key=lambda row: row[1])
     name = best.variant if best.variant.startswith(best.model) else f"{best.model} {best.variant}"
     real = f", {REAL}" * (task in OF_PIXELS and best.inputs == "real")
     told = f"{name.strip()}{real}, as in {best.source.split(' (')[0]}"
-    return Yardstick(float(best.cells[task]), told)
+    return Yardstick(figure, told)
 
 
 def _worth_naming(task: str, fingerprint: str, floors: Sequence[Floors]) -> list[Floor]:

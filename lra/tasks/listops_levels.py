@@ -23,7 +23,6 @@ NUM_LEVELS = 5
 NUM_COUNTED = 5_000  # training expressions, the first ones; each has some 160 operators
 NUM_DRAWS = 1_000
 SEED = 0
-UNSEEN = np.zeros(1, np.int64)
 
 
 def ladder(train: TokenArrays) -> list[Rule]:
@@ -47,14 +46,17 @@ def count_values(train: TokenArrays) -> np.ndarray:
     size = min(len(train), NUM_COUNTED)
 
     def note(depth: int, operator: int, value_K: np.ndarray) -> None:
-        if depth < len(counts) and value_K is not UNSEEN:
+        if depth < len(counts):
             counts[depth, operator - MIN, value_K[0]] += 1
+
+    def unknown(depth: int, operator: int) -> np.ndarray:
+        raise AssertionError("every operator of a whole expression has arguments")
 
     with counting("listops, values of operators", size) as show:
         for i in range(size):
             values = train.sequence(i).tolist()
             if not num_open(values):
-                follow(values, len(values), 1, lambda *_: UNSEEN, note)
+                follow(values, len(values), 1, unknown, note)
             show(i + 1)
     return counts
 
@@ -85,7 +87,7 @@ def answers(counts: np.ndarray, level: int, arrays: TokenArrays) -> np.ndarray:
 
 def num_open(values: Sequence[int]) -> int:
     """How many operators of an expression are not closed: more than 0 where it was cut."""
-    return sum(MIN <= value < CLOSE for value in values) - list(values).count(CLOSE)
+    return sum(MIN <= value < CLOSE for value in values) - values.count(CLOSE)
 
 
 def follow(

@@ -1,0 +1,44 @@
+"""A table of text, and text as Markdown shows it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from lra.results.leaderboard import Cell
+from lra.results.published import FAIL
+
+
+@dataclass(frozen=True)
+class Table:
+    """Plain text cells; `best` holds (row, column) of those in bold."""
+
+    header: list[str]
+    rows: list[list[str]]
+    best: frozenset[tuple[int, int]] = frozenset()
+
+    def is_numeric(self, column: int) -> bool:
+        cells = [row[column] for row in self.rows if row[column]]
+        return bool(cells) and all(
+            re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells
+        )
+
+    def markdown(self) -> str:
+        sides = ["---:" if self.is_numeric(j) else "---" for j in range(len(self.header))]
+        lines = ["| " + " | ".join(self.header) + " |", "|" + "|".join(sides) + "|"]
+        for i, row in enumerate(self.rows):
+            cells = [escape_markdown(cell) for cell in row]
+            cells = [f"**{c}**" if (i, j) in self.best else c for j, c in enumerate(cells)]
+            lines.append("| " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown and the HTML in it show as it stands, on one line."""
+    text = re.sub(r"[\\`*|<>]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[:])", r"\\\g<0>", text)
+    return " ".join(text.replace("&", "&amp;").split())
+
+
+def marked(cell: Cell) -> str:
+    """A cell's text and the letters of its marks."""
+    return f"{cell} [{','.join(cell.marks)}]" if cell.marks else str(cell)
