@@ -427,6 +427,30 @@ def held(path: Path) -> Iterator[Callable[[], None]]:
         thread.join()
 
 
+@contextmanager
+def once_it_waits(folder: Path, act: Callable[[], None]) -> Iterator[None]:
+    """Inside, as soon as the run in a folder says once more that it waits, `act` is called."""
+
+    def waits() -> int:
+        logs = [path.read_text() for path in folder.glob("outputs/toy-*/run.log")]
+        return sum(log.count("waiting for another run") for log in logs)
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            if waits() > before:
+                act()
+                break
+
+    before, over = waits(), threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_run_waits_for_another_that_is_at_it_but_not_beyond_its_limit(
     tmp_path: Path, whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -439,15 +463,15 @@ def test_a_run_waits_for_another_that_is_at_it_but_not_beyond_its_limit(
             "stopped by train.time_limit=0.5 s"
         )
         assert "phase 1  waiting for another run that is at it in " in capsys.readouterr().out
-        threading.Timer(0.2, terminate).start()
-        record = run(tmp_path)
+        with once_it_waits(tmp_path, terminate):
+            record = run(tmp_path)
         assert record.status == "interrupted" and record.message == "stopped by SIGTERM"
         assert not list(folder.glob("checkpoints/*"))
-        threading.Timer(0.2, release).start()
         shutil.copytree(only(whole, "pretraining-*"), folder, dirs_exist_ok=True,
                         ignore=shutil.ignore_patterns("run.lock"))  # fmt: skip
         capsys.readouterr()
-        run(tmp_path)
+        with once_it_waits(tmp_path, release):
+            run(tmp_path)
         out = capsys.readouterr().out
         assert out.count("waiting for another run") == out.count("was done by a run") == 1
     assert_equal_ends(whole, tmp_path)
