@@ -68,9 +68,10 @@ def run_job(
 
     is_main = distributed.is_main()
     run_dir, progress = plan.run_dir, Progress(quiet=not is_main)
-    data = prepare(plan.task, config.paths.cache)
-    if is_main:
+    if is_main:  # better now than after hours
         check_writable(config.paths.outputs, "paths.outputs")
+        check_writable(config.paths.results, "paths.results")
+    data = prepare(plan.task, config.paths.cache)
     with runs.locked(run_dir) if is_main else contextlib.nullcontext(), storing("paths.outputs"):
         own = runs.own_record(run_dir, plan.first_record)
         done = finished(plan, own, data.fingerprint, hardware.describe(None), progress.say)
@@ -79,7 +80,6 @@ def run_job(
         environment = records.environment()
         meaning = meaning_of(plan, model, data.num_examples)
         if is_main:
-            # Better now than after the training.
             check_writable(plan.first_record.parent, "paths.results")
             path = own or records.free_path(plan.first_record)
             progress.log = run_dir / "run.log"

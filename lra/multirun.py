@@ -166,6 +166,7 @@ def show_plan(
             settings, seconds = plan_sweep(
                 jobs, plans, at_a_time=count, num_threads=threads_per_job(hydra)
             )
+            told.update(s.forecast for s in settings if isinstance(s.forecast, str))
         except Exception as error:  # no sweep ends for want of a plan
             print(f"{head}: no estimate ({first_line(error)})", flush=True)
             return []

@@ -597,14 +597,21 @@ def test_a_disk_that_fills_up_is_one_message_and_loses_nothing(
     assert again.result == whole.result and again.curve == whole.curve
 
 
-def test_outputs_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "outputs").write_text("a file, not a folder")
-    with pytest.raises(OSError, match=r"not writable .* choose another paths\.outputs"):
+@pytest.mark.parametrize("key", ["outputs", "results"])
+def test_what_cannot_be_written_is_refused_before_data_are_prepared(
+    tmp_path: Path, key: str
+) -> None:
+    (tmp_path / key).write_text("a file, not a folder")
+    with pytest.raises(OSError, match=rf"not writable .* choose another paths\.{key}"):
         run(tmp_path)
+    assert not (tmp_path / "cache").exists()
 
 
-def test_results_that_cannot_be_written_are_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "results").write_text("a file, not a folder")
+def test_a_folder_of_results_that_cannot_be_written_is_refused_before_training(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/runs").write_text("a file, not a folder")
     with pytest.raises(OSError, match=r"not writable .* choose another paths\.results"):
         run(tmp_path)
     assert not list(tmp_path.glob("outputs/*/metrics.jsonl"))

@@ -177,6 +177,15 @@ def test_one_refusal_of_several_jobs_is_told_once(tmp_path: Path) -> None:
     assert "6 jobs: 3 refused" in out and len(found(tmp_path, "luna")) == 3
 
 
+def test_data_that_are_missing_are_told_by_plan_and_summary_and_not_by_each_job(
+    tmp_path: Path,
+) -> None:
+    done = programs.call("run.py", "-m", "task=text", "model=none", "seed=0,1", cwd=tmp_path)
+    out, message = done.stdout, "task 'text': found no IMDb reviews"
+    assert done.returncode == 2 and message not in done.stderr and out.count(message) == 2
+    assert f"not estimated: {message}" in out and "2 jobs: 2 refused" in out
+
+
 def test_a_sweep_has_a_folder_of_its_own(tmp_path: Path) -> None:
     """Also beside another that starts in the same second."""
     words = ["-m", *TINY, "shape.num_heads=2,5"]  # the second is refused
