@@ -71,14 +71,14 @@ def map_in_order(
                 "of memory; try fewer"
             ) from None
         except GeneratorExit:  # the caller has enough
+            for future in running:
+                future.cancel()
             raise
         except BaseException:  # a signal, say: nobody wants what they are at
+            # A pool that breaks ends its jobs itself, and stumbles over one that is cancelled.
             for process in set(multiprocessing.active_children()) - others:
                 process.kill()
             raise
-        finally:
-            for future in running:
-                future.cancel()
 
 
 def _result(future: Future[Result]) -> Result:

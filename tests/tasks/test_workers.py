@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,23 @@ def _expire() -> None:
 def test_an_error_of_a_job_is_told_as_it_is() -> None:
     with pytest.raises(TimeoutError, match="of the job itself"):
         list(workers.map_in_order(_expire, [()] * 3, 2))
+
+
+def test_jobs_that_nobody_has_begun_do_not_disturb_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[object] = []  # in the pool's own thread
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    monkeypatch.setattr(workers, "_follow_parent", functools.partial(time.sleep, 60))
+
+    def jobs() -> Iterator[tuple[float]]:
+        yield from [(0.0,)] * 4
+        time.sleep(0.2)  # until the pool has as many at hand as it takes
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(workers.map_in_order(time.sleep, jobs(), 2))
+    assert not raised
 
 
 SPAWNED = """
