@@ -621,12 +621,12 @@ def test_speed_leaves_the_first_steps_out(tmp_path: Path) -> None:
     class Slow(StopsAt):
         def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
             if self.training and self.steps < 3:
-                time.sleep(0.2)
+                time.sleep(0.5)
             return super().forward(tokens_BSL, lengths_BS)
 
     state = run(tmp_path / "run", toy_data(tmp_path), model=lambda: Slow(-1, 0)).state
     assert state.timed_steps == 15 and state.timed_examples == 15 * 8
-    assert state.train_time_s < 0.5
+    assert state.train_time_s < 1.5  # what the three slow ones take
 
 
 def test_the_largest_rate_really_used_is_kept(tmp_path: Path) -> None:
