@@ -74,6 +74,11 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{value + 1e-9:.2f}"
 
 
+def signed(value: float) -> str:
+    """A difference of percentages, rounded as `percent` rounds them."""
+    return f"{value + 1e-9:+.2f}"
+
+
 def duration(seconds: float) -> str:
     """Seconds as a person says them: 8 s, 3 min 20 s, 2 h 05 min."""
     minutes, rest = divmod(round(seconds), 60)

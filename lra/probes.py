@@ -27,7 +27,7 @@ from lra.results.floors import load as load_floors
 from lra.results.probes import Agreement, Attention, Influence, Probes, Shuffle, Window
 from lra.results.statistics import sign_test
 from lra.tasks.batches import TokenArrays, eval_batches
-from lra.tasks.cache import prepare
+from lra.tasks.cache import Dataset, prepare
 from lra.trained import TrainedModel
 from lra.training import checkpoint
 from lra.training.checkpoint import seed_everything
@@ -82,6 +82,17 @@ def share(right_N: np.ndarray) -> tuple[float, float]:
 def doubling(first: int, last: int) -> list[int]:
     """first, 2 first, 4 first ... up to `last`."""
     return [first << i for i in range(max(0, (last // first).bit_length()))]
+
+
+def own_floors(path: Path, data: Dataset) -> Floors | None:
+    """The floors that lie there, if they are of the test examples that these data have.
+
+    A limited split has the fingerprint of the whole and other examples.
+    """
+    floors = load_floors(path) if path.exists() else None
+    here = data.fingerprint, data.num_examples["test"]
+    there = floors and (floors.data.fingerprint, floors.data.num_examples["test"])
+    return floors if there == here else None
 
 
 def beside_floors(
@@ -347,10 +358,7 @@ def probe(
         by_head = attention(trained.model, rows, num_replaced)
         stages.update()
     results = results or config.paths.results
-    path = floors_path(results, task.name)
-    floors = load_floors(path) if path.exists() else None
-    if floors and floors.data.fingerprint != data.fingerprint:
-        floors = None
+    floors = own_floors(floors_path(results, task.name), data)
     accuracy, error = share(right_N)
     reach = trained.model.encoder.reach
     found = Probes(

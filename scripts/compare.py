@@ -43,10 +43,10 @@ from lra.results.leaderboard import (  # noqa: E402
 )
 from lra.results.published import TASKS, task_title  # noqa: E402
 from lra.results.records import Record, load_all, unpack_correct  # noqa: E402
-from lra.results.settings import variants  # noqa: E402
+from lra.results.settings import all_settings, variants  # noqa: E402
 from lra.results.statistics import Comparison, compare  # noqa: E402
 from lra.script import Parser, run_script  # noqa: E402
-from lra.values import flatten, nearest, nearest_key  # noqa: E402
+from lra.values import nearest, nearest_key  # noqa: E402
 
 Runs = tuple[Record, ...]
 PRETRAIN = "pretrain.objective"  # `pretrain` for short, as on run.py's command line
@@ -86,7 +86,7 @@ def fitting(records: list[Record], text: str, *, scratch: bool = True) -> list[R
     for key, value in wanted.items():
         kept, values, known = [], set(), set()
         for record in own:
-            flat = {PRETRAIN: "none"} | flatten(record.config)
+            flat = all_settings(record)
             found = [v for k, v in flat.items() if f".{k}".endswith(f".{key}")]
             values |= {str(v) for v in found}
             known |= {k for k in flat if k.startswith(SECTIONS)}

@@ -16,6 +16,7 @@ scripts/make_tables.py turns into pictures, and prints:
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -35,10 +36,13 @@ def percent(value: float, error: float | None = None) -> str:
 
 
 def small(value: float | None, error: float | None = None) -> str:
-    """A change, with its standard error."""
+    """A change of two digits, or with as many decimals as its standard error of one digit."""
     if value is None:
         return ""
-    return f"{value:.2g}" + (f" ± {error:.1g}" if error is not None else "")
+    if not error:
+        return f"{value:.2g}"
+    decimals = max(0, -math.floor(math.log10(float(f"{error:.0e}"))))
+    return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 
 
 def report(found: stored.Probes) -> str:

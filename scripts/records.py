@@ -43,7 +43,7 @@ from lra.results.records import (  # noqa: E402
     siblings,
     started,
 )
-from lra.results.settings import setting_text  # noqa: E402
+from lra.results.settings import all_settings, setting_text  # noqa: E402
 from lra.results.statistics import wilson  # noqa: E402
 from lra.script import run_script  # noqa: E402
 from lra.values import flatten, nearest  # noqa: E402
@@ -160,7 +160,7 @@ def command(record: Record) -> str:
 
 def diff(a: Record, b: Record) -> str:
     """Where two records differ, except in what every two runs differ in."""
-    sides = [json.loads(r.to_json()) for r in (a, b)]
+    sides = [json.loads(r.to_json()) | {"config": all_settings(r)} for r in (a, b)]
     for values in sides:
         for key in ("run_id", "curve", "speed", "started_at", "finished_at", "config_hash"):
             values.pop(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from lra.cli import all_models, compose_config, typed
 from lra.probes import Rows
 from lra.results import probes as stored
 from lra.results.floors import Data, Floor, Floors, Score
+from lra.results.floors import save as save_floors
 from lra.results.records import pack_correct
 from lra.results.statistics import sign_test
 from models.classifier import Classifier
@@ -25,6 +27,7 @@ from models.encoder import Encoder, make_encoder
 from models.none import NoMixing
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
+from scripts import probe as probe_script
 
 NUM_VALUES, LENGTH = 4, 64
 SMALL = Shape(
@@ -187,6 +190,33 @@ def test_beside_a_rule_by_class() -> None:
     assert (whole.label, whole.agreement, whole.only_run, whole.only_floor) == (None, 0.5, 1, 1)
     assert (first.label, first.only_run, first.only_floor, first.num_examples) == (0, 0, 1, 2)
     assert (second.label, second.only_run, second.only_floor) == (1, 1, 0)
+
+
+def test_rules_are_of_the_very_test_examples(tmp_path: Path) -> None:
+    score = Score(0.5, 4, pack_correct(np.array([True, False, True, False])))
+    data = Data("s", "files", "f" * 64, {"val": 4, "test": 4})
+    floors = Floors("listops", data, [Floor("a", "a", score, score)])
+    path = save_floors(floors, tmp_path)
+
+    def of(fingerprint: str, num_test: int) -> Any:
+        return SimpleNamespace(fingerprint=fingerprint, num_examples={"test": num_test})
+
+    assert probes.own_floors(path, of("f" * 64, 4)) == floors
+    assert probes.own_floors(path, of("e" * 64, 4)) is None
+    assert probes.own_floors(path, of("f" * 64, 2)) is None  # limit_test=2
+    assert probes.own_floors(tmp_path / "none.json", of("f" * 64, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(1.033, 0.049, "1.03 ± 0.05"), (1.168, 0.06, "1.17 ± 0.06"),
+     (0.01234, 0.00096, "0.012 ± 0.001"), (12.3, 2.0, "12 ± 2"), (0.0, 0.0, "0"),
+     (0.25, None, "0.25"), (None, None, "")],
+)  # fmt: skip
+def test_a_change_has_the_decimals_of_its_error(
+    value: float | None, error: float | None, text: str
+) -> None:
+    assert probe_script.small(value, error) == text
 
 
 def test_probes_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ between evaluations may be others.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from lra.config import NO_IDENTITY, config_hash
 from lra.results.records import Record
 from lra.results.statistics import mean_std
 
+NOT_TOLD = re.compile(r"pretrain\.(?!(objective|mask_rate|num_steps|batch_size)=)")
 OF_BYTES = ("text", "retrieval")  # tasks whose tokens are bytes
 
 
@@ -50,7 +52,10 @@ def control_command(runs: Sequence[Record]) -> str:
 
 
 def phase_text(runs: Sequence[Record]) -> str:
-    """The first phase of runs of one setting, and how well tokens of validation were told."""
+    """The first phase of runs of one setting, and how well tokens of validation were told.
+
+    What the command line changed in it stands there, too, since nothing else tells settings apart.
+    """
     blocks = [run.pretraining for run in runs if run.pretraining]
     first = blocks[0]
     loss, accuracy = (mean_std([getattr(b.val, name) for b in blocks])[0]
@@ -59,7 +64,8 @@ def phase_text(runs: Sequence[Record]) -> str:
     told = f"val loss {loss:.3f}"
     if first.objective == "next" and runs[0].task in OF_BYTES:
         told = f"{loss / math.log(2):.2f} bits a byte"
+    changed = sorted(w[len("pretrain.") :] for w in runs[0].overrides if NOT_TOLD.match(w))
     return (
-        f"{first.objective}{rate}, {first.num_steps:,} steps of {first.batch_size}: {told}, "
-        f"accuracy {100 * accuracy:.1f} %"
+        f"{first.objective}{rate}, {first.num_steps:,} steps of {first.batch_size}"
+        f"{''.join(f', {word}' for word in changed)}: {told}, accuracy {100 * accuracy:.1f} %"
     )

@@ -236,23 +236,26 @@ def _tokens(length: str) -> int:
 
 
 def runs_table(rows: Sequence[Row]) -> Table:
-    """Size, speed and memory of the training runs behind the leaderboard, means over seeds."""
+    """Size, speed and memory of the training runs behind the leaderboard, means over seeds.
+
+    Runs of one setting on different devices stand apart.
+    """
     lines = []
     for row in rows:
         for task, cell in row.cells.items():
             run = cell.runs[0]
             variant = ", ".join([row.variant] * bool(row.variant) + [REAL] * (run.inputs == "real"))
             ratio = f"{run.num_params / run.baseline_params:.3f}" if run.baseline_params else ""
-            hardware = {r.device_text for r in cell.runs}
-            lines.append([
-                task_title(task), row.model, row.recipe, variant, f"{run.num_params:,}", ratio,
-                _mean([r.speed.get("steps_per_s") for r in cell.runs]),
-                _mean([r.speed.get("tokens_per_s") for r in cell.runs]),
-                _mean([_mb(r.peak_memory_bytes) for r in cell.runs]),
-                _mean([_hours(r.speed.get("train_time_s")) for r in cell.runs]),
-                str(run.config.get("train", {}).get("batch_size", "")),
-                str(run.protocol.max_length), "; ".join(sorted(hardware)),
-            ])  # fmt: skip
+            for device, runs in cell.by_device.items():
+                lines.append([
+                    task_title(task), row.model, row.recipe, variant, f"{run.num_params:,}", ratio,
+                    _mean([r.speed.get("steps_per_s") for r in runs]),
+                    _mean([r.speed.get("tokens_per_s") for r in runs]),
+                    _mean([_mb(r.peak_memory_bytes) for r in runs]),
+                    _mean([_hours(r.speed.get("train_time_s")) for r in runs]),
+                    str(run.config.get("train", {}).get("batch_size", "")),
+                    str(run.protocol.max_length), device,
+                ])  # fmt: skip
     header = [
         "Task",
         "Model",
@@ -310,7 +313,10 @@ def _mean(values: Sequence[float | None]) -> str:
 
 def _figure(value: float) -> str:
     """Four digits, never in powers of ten."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    text = f"{value:.4g}"
+    return f"{value:.8f}".rstrip("0") if "e" in text else text
 
 
 def _mb(count: int | None) -> float | None:

@@ -98,16 +98,18 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
         largest, devices = max(memory, default=0), set()
         labels: Counter[str] = Counter()
         for (row, cell), used in zip(cells, memory, strict=True):
-            speeds = [s for s in (r.speed.get("tokens_per_s") for r in cell.runs) if s]
-            if not speeds:
-                continue
-            devices |= {run.device_text for run in cell.runs}
-            x, color = sum(speeds) / len(speeds), styles[row.model]["color"]
-            axes.errorbar(x, cell.mean, cell.std or 0, color=color, linewidth=1, capsize=3)
+            x, color = 0.0, styles[row.model]["color"]
             area = max(25, 400 * used / largest) if used else 45
-            axes.scatter(x, cell.mean, marker=styles[row.model]["marker"], edgecolor=color, s=area,
-                         facecolor=color if used else "none", alpha=0.75)  # fmt: skip
-            if sum(other.model == row.model for other, _ in cells) > 1:
+            for device, runs in cell.by_device.items():  # whose speeds have no mean together
+                speeds = [s for s in (r.speed.get("tokens_per_s") for r in runs) if s]
+                if not speeds:
+                    continue
+                devices.add(device)
+                x = sum(speeds) / len(speeds)
+                axes.errorbar(x, cell.mean, cell.std or 0, color=color, linewidth=1, capsize=3)
+                axes.scatter(x, cell.mean, marker=styles[row.model]["marker"], edgecolor=color,
+                             s=area, facecolor=color if used else "none", alpha=0.75)  # fmt: skip
+            if x and sum(other.model == row.model for other, _ in cells) > 1:
                 # Often side by side, so by turns above and below, each further out.
                 turn, below = divmod(labels[row.model], 2)
                 labels[row.model] += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lra.console import percent
+from lra.console import percent, signed
 from lra.results.control import control_command, phase_text
 from lra.results.efficiency import Efficiency, benchmark_blocks, beside_tables, runs_table
 from lra.results.leaderboard import MARKS, REAL, Board, Cell, Pretrained, Row
@@ -138,7 +138,7 @@ def _change(p: Pretrained) -> Pair:
         return "", ""
     halves = [percent((high - low) / 2) for low, high in (ends[:2], ends[2:])
               if low is not None and high is not None]  # fmt: skip
-    return _signed(f"{difference:+.2f}"), rf"$\pm$ {', '.join(halves)}"
+    return _signed(signed(difference)), rf"$\pm$ {', '.join(halves)}"
 
 
 def paper_file(paper: Paper, board: Board) -> str:
@@ -344,7 +344,8 @@ def _rounded(text: str) -> str:
     """A figure of Markdown's tables with three digits, whole if it has more before the point."""
     if not re.fullmatch(r"\d{1,3}\.\d+", text):
         return escape(text)
-    return f"{float(text):#.3g}".rstrip(".")
+    value = float(text)
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def _cells(rows: Sequence[Row], tasks: Sequence[str]) -> list[Cell]:
@@ -354,15 +355,19 @@ def _cells(rows: Sequence[Row], tasks: Sequence[str]) -> list[Cell]:
 def _deviations(cells: Sequence[Cell]) -> tuple[str, bool]:
     """What ± and FAIL mean in these cells, and whether each says its number of seeds."""
     counts = {len(c.runs) for c in cells if not c.failed}
+    failed = {len(c.runs) for c in cells if c.failed}
     several = sorted(counts - {1})
     if several:
         many = "seeds, their number in brackets" if len(several) > 1 else f"{several[0]} seeds"
         text = rf"Mean $\pm$ sample standard deviation over {many}"
         text += "; numbers without it are of one seed." if 1 in counts else "."
     else:
-        text = "One seed each."
-    if any(c.failed for c in cells):
-        text += f" {FAIL}: not above chance."
+        text = "Numbers are of one seed each." if counts and failed - {1} else "One seed each."
+        text *= failed in (set(), {1}) or bool(counts)
+    if failed:
+        most = max(failed)
+        seeds = f", in none of {'up to ' * (len(failed) > 1)}{most} seeds" * (most > 1)
+        text += f" {FAIL}: not above chance{seeds}."
     return text, len(several) > 1
 
 

@@ -43,13 +43,14 @@ MARKS = {
     "d": "made from a source tree with uncommitted changes",
     "g": "data from this project's generator, not from the benchmark's files",
     "t": "checkpoint chosen on the test split, as some papers do",
-    "b": "not above the best rule without a sequence model (sign test over examples, of several "
-    "seeds by their majority, 99 %): the score may need no more than that rule knows",
+    "b": "not above every rule without a sequence model (sign test over examples, of several "
+    "seeds by their majority, 99 %): the score may need no more than such a rule knows",
     "f": "some seeds stayed at chance; the mean includes them",
     "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
     "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
     "s": "self-pretrained, which the arena forbids; never ranked",
 }
+NOT_SHOWN = ("partial", "synthetic")  # kinds of data whose figures are no result of the benchmark
 REAL = "real pixels"  # the same where a mark has no legend
 SELF_PRETRAINED = "self-pretrained"
 LEFT_OUT = {  # why a run is not in the main table, in the order they are listed
@@ -99,7 +100,7 @@ class Cell:
     """Runs of one setting on one task, by seed; percentages are not rounded."""
 
     runs: tuple[Record, ...]
-    rule: Floor | None = None  # the best on validation of those that were measured on its data
+    rules: tuple[Floor, ...] = ()  # without a sequence model, as measured on its data
 
     @functools.cached_property
     def _mean_std(self) -> tuple[float, float | None]:
@@ -132,13 +133,21 @@ class Cell:
             "d": any(r.environment.get("git_dirty") for r in self.runs),
             "g": any(r.protocol.data == "generated" for r in self.runs),
             "t": any(r.protocol.validation == "test" for r in self.runs),
-            "b": self.rule is not None and self.is_above(self.rule) is False,
+            "b": any(self.is_above(rule) is False for rule in self.rules),
             "f": not self.failed and any(r.status == "at_chance" for r in self.runs),
             "p": any(r.inputs == "real" for r in self.runs),
             "c": any(r.knows_columns for r in self.runs),
             "s": self.pretrained,
         }
         return "".join(letter for letter, holds in found.items() if holds)
+
+    @property
+    def by_device(self) -> dict[str, list[Record]]:
+        """The runs by what they ran on, in order of its name."""
+        found: dict[str, list[Record]] = defaultdict(list)
+        for run in sorted(self.runs, key=lambda run: run.device_text):
+            found[run.device_text].append(run)
+        return dict(found)
 
     @property
     def fingerprint(self) -> str:
@@ -306,7 +315,10 @@ def build(
         names = ", ".join(f"{r.name} of {r.finished_at}" for r in duplicates)
         count = f"{len(duplicates)} duplicate{'s' if len(duplicates) > 1 else ''}"
         notes.append(f"{count} ignored, the newest run of a setting and seed counts: {names}")
-    floors = list(floors)
+    for of_task in (floors := list(floors)):
+        if of_task.data.kind in NOT_SHOWN:
+            notes.append(f"floors of {of_task.task} left out: {of_task.data.kind} data")
+    floors = [f for f in floors if f.data.kind not in NOT_SHOWN]
     made = [beside_rules(row, floors) for row in make_rows(unique)]
     for row in made:
         few = {t for t, c in row.cells.items() if len(c.runs) < options.min_seeds}
@@ -327,9 +339,9 @@ def build(
 
 
 def beside_rules(row: Row, floors: Iterable[Floors]) -> Row:
-    """The row with the best rule in each cell whose data have any."""
-    best = {(f.task, f.data.fingerprint): f.worth_naming()[-1] for f in floors if f.floors}
-    cells = {t: replace(c, rule=best.get((t, c.fingerprint))) for t, c in row.cells.items()}
+    """The row with the rules in each cell whose data have any."""
+    rules = {(f.task, f.data.fingerprint): tuple(f.floors) for f in floors}
+    cells = {t: replace(c, rules=rules.get((t, c.fingerprint), ())) for t, c in row.cells.items()}
     return replace(row, cells=cells)
 
 
@@ -371,7 +383,7 @@ def why_left_out(record: Record, include_reduced: bool = False) -> str | None:
     """A key of LEFT_OUT, or None for a run that belongs in the main table."""
     if record.status not in ("completed", "at_chance"):
         return record.status
-    if record.protocol.data in ("partial", "synthetic"):
+    if record.protocol.data in NOT_SHOWN:
         return record.protocol.data
     reduced = record.protocol.budget == "reduced"
     return "reduced" if reduced and not include_reduced else None
@@ -408,9 +420,13 @@ def _natural(record: Record) -> tuple[Any, ...]:
 
 
 def _rank(row: Row) -> tuple[Any, ...]:
-    """Recipe; complete rows by their mean of five, best first; the rest by name."""
+    """Recipe; complete rows by their mean of five, best first; the rest by name.
+
+    Those with a cell that is never ranked come behind all others that are complete.
+    """
     average = row.average("five")
-    return row.recipe, average is None, -(average or 0), row.model, row.variant
+    apart = any(set(cell.marks) & set("prcs") for cell in row.cells.values())
+    return row.recipe, average is None, apart, -(average or 0), row.model, row.variant
 
 
 def make_rows(records: Iterable[Record]) -> list[Row]:

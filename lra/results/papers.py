@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lra.console import percent
+from lra.console import percent, signed
 from lra.results.leaderboard import Row
 from lra.results.markdown import Table, escape_markdown, marked
 from lra.results.published import (
@@ -175,7 +175,7 @@ def measured_lines(paper: Paper, row: Row, p: Published | None) -> list[list[str
 
 def difference(ours: float | None, printed: str) -> str:
     """Ours minus the printed figure, in points; empty where one of them is none."""
-    return "" if ours is None or printed in ("", FAIL) else f"{ours - float(printed):+.2f}"
+    return "" if ours is None or printed in ("", FAIL) else signed(ours - float(printed))
 
 
 def averages_note(paper: Paper) -> str:

@@ -17,8 +17,8 @@ BOUNDED_LEGEND = (
     "Accuracy on test in percent. Rules need no sequence model, and the models here read so far "
     "and no further: Reach, in positions to either side. A score at their level says nothing of "
     "long range; yet a model that pools over all positions still sees the whole as a bag of what "
-    "is local. Rules: ± standard error over examples; bold is the best of a task on validation, "
-    "with which mark b compares runs on the same data. Models: as in the leaderboard.\n"
+    "is local. Rules: ± standard error over examples; bold is the best of a task on validation; "
+    "mark b compares runs with every rule on the same data. Models: as in the leaderboard.\n"
 )
 LADDER_LEGEND = (
     "What solving a part of each example exactly gives, where the rest is guessed by what is common"
@@ -49,8 +49,8 @@ def floor_notes(board: Board) -> list[str]:
         notes.append(
             f"On {task_title(floors.task)}, rules without a sequence model are right in "
             f"{' and '.join(chosen)} of test; a row counts as above where a sign test over "
-            "examples says so at 99 %, and [b] marks those that are not above the best rule. They "
-            "are not told apart by their figures: each may have learned that rule and no more."
+            "examples says so at 99 %, and [b] marks those that are not above every rule. Figures "
+            "at a rule's own level tell no two models apart: each may have learned it and no more."
         )
         if floors.ladder:
             rungs = [f"{percent(100 * r.test.accuracy)} % ({r.title})" for r in floors.ladder]

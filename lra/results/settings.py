@@ -19,6 +19,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 UNHASHED = NO_IDENTITY  # see lra.config.config_hash
 
 
+def all_settings(record: Record) -> dict[str, Any]:
+    """The config of a record by dotted key; keys younger than it have what it was made with."""
+    return flatten(LATER) | {"pretrain.objective": "none"} | flatten(record.config)
+
+
 def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
     """Name each cell of one model, recipe and pretraining by the keys in which it stands out.
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from lra.console import percent
+from lra.console import percent, signed
 from lra.results.control import control_command, phase_text
 from lra.results.leaderboard import (
     LEFT_OUT,
@@ -120,7 +120,7 @@ def control_text(p: Pretrained) -> str:
 
 def differences(p: Pretrained) -> list[str]:
     """Points that self-pretraining makes, and both intervals; empty where they are not known."""
-    texts = ["" if value is None else f"{value:+.2f}" for value in p.points]
+    texts = ["" if value is None else signed(value) for value in p.points]
     return [texts[0], *(" to ".join(filter(None, ends)) for ends in (texts[1:3], texts[3:]))]
 
 

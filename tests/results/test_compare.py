@@ -125,6 +125,16 @@ def test_settings_are_chosen_by_key(tmp_path: Path) -> None:
     assert done.returncode == 2 and "none of the model's finished runs has" in done.stderr
 
 
+def test_a_record_from_before_a_key_has_its_default(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save(make_record("listops", "luna", seed, 0.4), tmp_path)
+        new = {"shape.norm_kind": "layer"} if seed else {}
+        save(make_record("listops", "softmax", seed, 0.3, overrides=new), tmp_path)
+    done = command("luna", "softmax:norm_kind=layer", "task=listops", f"--results={tmp_path}")
+    assert done.returncode == 0 and "+10.00 points" in done.stdout, done.stderr
+    assert "seeds 0, 1" in done.stdout
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     def refusal(folder: str, softmax: Record, luna: Record | None = None) -> str:
         for record in (softmax, luna or make_record()):

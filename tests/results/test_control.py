@@ -146,6 +146,11 @@ def test_settings_of_the_first_phase_share_no_cell() -> None:
     ]  # fmt: skip
     # A loss of 1.25 nats a token; those of Text are bytes.
     assert phase_text(pairs[-1].cell.runs).startswith("next, 20,000 steps of 32: 1.80 bits a byte")
+    # Two that differ in how they were trained alone are told apart by their words.
+    pairs = build([*pretrained(), *pretrained(overrides={"pretrain.lr": 0.003})]).pretrained
+    phase = "masked 10 %, 5,000 steps of 32"
+    told = sorted(phase_text(p.cell.runs).partition(":")[0] for p in pairs)
+    assert told == [phase, f"{phase}, lr=0.003"]
     reduced = build(pretrained(1, budget="reduced"))
     assert reduced.pretrained == [] and [why for why, _ in reduced.left_out] == ["reduced"]
     few = build(pretrained(1), options=Options(min_seeds=2))

@@ -107,6 +107,25 @@ def test_seeds_are_told_in_the_cells_where_their_number_differs() -> None:
     assert [c for c in rows(tex)[1] if "(" in c] == [r"$\pm$ 0.00 (3)", r"$\pm$ 0.00 (2)"]
 
 
+def test_seeds_that_failed_are_counted() -> None:
+    failed = [make_record("text", seed=s, status="at_chance") for s in range(3)]
+    tex = latex.leaderboard(build(failed))
+    assert "FAIL: not above chance, in none of 3 seeds." in tex and "ne seed each" not in tex
+    tex = latex.leaderboard(build([make_record(), *failed]))
+    assert "Numbers are of one seed each. FAIL: not above chance, in none of 3 seeds." in tex
+    tex = latex.leaderboard(build([make_record(), failed[0]]))
+    assert "One seed each. FAIL: not above chance." in tex
+
+
+@pytest.mark.parametrize(
+    ("text", "rounded"),
+    [("37.51", "37.5"), ("999.6", "1000"), ("99.97", "100"), ("123.0", "123"), ("0.5", "0.500"),
+     ("1,234", "1,234"), ("-", "-")],
+)  # fmt: skip
+def test_a_speed_has_three_digits_and_no_power_of_ten(text: str, rounded: str) -> None:
+    assert latex._rounded(text) == rounded
+
+
 def test_columns_and_models_are_chosen() -> None:
     records = list(sixty_records().values())
     options = Options(models=("luna", "softmax"), tasks=("text", "listops"), params=False)

@@ -306,6 +306,14 @@ def test_failed_and_reduced_cells_are_not_ranked() -> None:
     assert bold(seeds("luna", 0.9, 0.9, budget="reduced") + low + middle) == ["50.00 ± 0.00 (2)"]
 
 
+def test_a_complete_row_that_is_never_ranked_stands_behind_those_that_are() -> None:
+    records = [make_record(t, "softmax", accuracy=0.6) for t in TASKS]
+    best = [make_record(t, "luna", accuracy=0.7) for t in TASKS]
+    assert [row.model for row in build(records + best).rows] == ["luna", "softmax"]
+    best[3].config["shape"]["input"] = "real"
+    assert [row.model for row in build(records + best).rows] == ["softmax", "luna"]
+
+
 def test_means_of_several_tasks_are_never_bold() -> None:
     records = [r for t in TASKS for m, a in (("luna", 0.9), ("softmax", 0.2))
                for r in seeds(m, a, a, task=t)]  # fmt: skip
@@ -374,19 +382,23 @@ def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> Non
     rules = [Floor(n, n, made_up_score(a), made_up_score(a)) for n, a in scores.items()]
     records = seeds("luna", 0.37, 0.371, 0.37)
     data = Data("our_files", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
-    elsewhere = dataclasses.replace(data, fingerprint="f" * 64, kind="partial")
-    floors = [Floors("listops", data, rules), Floors("text", elsewhere, rules[:1])]
-    text = tables.markdown(build(records, floors=floors))
+    elsewhere = dataclasses.replace(data, fingerprint="f" * 64, kind="generated")
+    partial = dataclasses.replace(elsewhere, kind="partial")
+    floors = [Floors("listops", data, rules), Floors("text", elsewhere, rules[:1]),
+              Floors("image", partial, rules)]  # fmt: skip
+    board = build(records, floors=floors)
+    assert board.notes == ["floors of image left out: partial data"]
+    text = tables.markdown(board)
     whole, *by_task = text.partition("## Without long range\n")[2].split("### Rules on ")
     figures = ["15.00 ± 0.80", "20.00 ± 0.89", "37.00 ± 1.08", "10.00 ± 0.67"]
     assert markdown_rows(whole) == [
         ["Rule or model", "Reach", "ListOps", "Text"],
-        ["the first", "", figures[0], "15.00 ± 0.80 (partial)"],
+        ["the first", "", figures[0], "15.00 ± 0.80 (generated)"],
         ["a classifier (tried 1, 2)", "", figures[1], ""],
         ["the best", "", figures[2], ""],
         ["a last", "", figures[3], ""],
     ]
-    assert re.findall(r"\*\*(.*?)\*\*", whole) == ["15.00 ± 0.80 (partial)", figures[2]]
+    assert re.findall(r"\*\*(.*?)\*\*", whole) == ["15.00 ± 0.80 (generated)", figures[2]]
     assert [markdown_rows(part) for part in by_task] == [
         [
             ["Rule", "Val", "Test", "Rows above, of 1"],
@@ -398,16 +410,16 @@ def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> Non
         ],
         [["Rule", "Val", "Test"], ["the first", figures[0], figures[0]]],
     ]
-    assert "Data: our_files.\n" in by_task[0] and "Data: our_files (partial).\n" in by_task[1]
+    assert "Data: our_files.\n" in by_task[0] and "Data: our_files (generated).\n" in by_task[1]
     # README names two of four, without what was tried.
     assert "a last" not in tables.results_section(build(records, floors=floors))
     assert "Without long range" not in tables.markdown(build(records))
 
 
-def test_a_mark_says_that_a_score_is_not_above_the_best_rule() -> None:
+def test_a_mark_says_that_a_score_is_not_above_every_rule() -> None:
     score = made_up_score(0.37)
     rule = Floor("first_token", "the first", score, score)
-    best = Floor("weak", "weak on validation", made_up_score(0.1), made_up_score(0.99))
+    lucky = Floor("lucky", "the best on validation", made_up_score(0.99), made_up_score(0.1))
     hits_N = np.arange(2000) < 740
 
     def cell(*gains: int, lost: int = 0, status: str = "completed") -> Cell:
@@ -421,9 +433,7 @@ def test_a_mark_says_that_a_score_is_not_above_the_best_rule() -> None:
                 make_record(seed=seed, accuracy=accuracy, correct=correct_N, status=status)
             )
         data = Data("s", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
-        floors = [Floors("listops", data, [rule, best])]
-        (row,) = build(records, floors=floors).rows
-        assert row.cells["listops"].rule == rule  # the best on validation
+        (row,) = build(records, floors=[Floors("listops", data, [rule, lucky])]).rows
         return row.cells["listops"]
 
     assert "b" in cell(0).marks and "b" in cell(0, lost=50).marks

@@ -277,6 +277,7 @@ def test_our_rows_stand_under_their_counterparts_with_the_difference() -> None:
     ]  # fmt: skip
     assert lines[at + 2][2:5] == ["difference", "", "-0.51"]
     assert lines[at + 2][10] == f"{59.5 - 61.93:+.2f}" and lines[at + 1][10] == "59.50"
+    assert papers.difference(37.425, "37.10") == "+0.33"  # of what is printed, 37.43
     at = next(i for i, line in enumerate(lines) if line[1] == "re-implementation in Luna harness")
     assert lines[at + 1][:5] == ["softmax", "", "measured", "ids", "37.00 (1)"]
     assert lines[at + 2][4] == "-0.11" and lines[at + 2][10] == ""
@@ -302,6 +303,14 @@ def test_efficiency_tables_say_device_and_leave_uncounted_memory_empty(tmp_path:
     line = dict(zip(run.header, run.rows[0], strict=True))
     assert line["Peak memory, MB"] == "-" and line["Hardware"] == "Some CPU, float32, 4 threads"
     assert (line["Batch"], line["Max. length"], line["Times softmax"]) == ("32", "2000", "1.053")
+    # Speeds on two devices have no mean together.
+    fast = {"hardware": {**make_record().hardware, "name": "Other CPU"},
+            "speed": make_record().speed | {"steps_per_s": 1.234e-5}}  # fmt: skip
+    run = efficiency.runs_table(build([make_record(), make_record(seed=1, **fast)]).rows)
+    found = [(line[run.header.index("Steps/s")], line[-1].partition(",")[0]) for line in run.rows]
+    assert found == [("10", "Some CPU"), ("0.00001234", "Other CPU")] or found == [
+        ("0.00001234", "Other CPU"), ("10", "Some CPU")
+    ]  # fmt: skip
 
 
 def test_published_efficiency_keeps_its_sources() -> None:
