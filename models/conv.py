@@ -52,6 +52,7 @@ class ConvMixer(nn.Module):
         v_BLE = self.value(x_BLD).masked_fill(~mask_BL[..., None], 0.0)
         kernel_EK = self.kernel_EK.to(v_BLE.dtype)
         if self.causal:
-            kernel_EK = kernel_EK * (torch.arange(kernel_EK.shape[1]) <= self.reach)
+            taps_K = torch.arange(kernel_EK.shape[1], device=kernel_EK.device)
+            kernel_EK = kernel_EK * (taps_K <= self.reach)
         y_BEL1 = short_convolution(v_BLE.mT[..., None], kernel_EK)
         return self.out(y_BEL1.squeeze(3).mT)

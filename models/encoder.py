@@ -144,6 +144,7 @@ class Encoder(nn.Module):
                     "positions; expected learned, sinusoidal or none"
                 )
         self.norm = make_norm(shape) if shape.norm == "pre" else NoNorm()
+        self.uses_all = True  # False: some parameters take no part in what `forward` returns
         self.checkpoint_layers = False  # in training, recompute each layer instead of keeping it
         initialise(self, shape.init)
 

@@ -206,7 +206,7 @@ class _EachExample(torch.autograd.Function):
         ctx: Any, qkv_TBHNSK: Tensor, order_BHNN: Tensor, mask_BNS: Tensor, p: float
     ) -> Tensor:
         batch_size, num_heads, num_blocks, size, width = qkv_TBHNSK.shape[1:]
-        seeds = torch.randint(2**32, (batch_size,)).tolist()
+        seeds = torch.randint(2**32, (batch_size,)).tolist() if p > 0 else [0] * batch_size
         y_BNSHK = qkv_TBHNSK.new_empty(batch_size, num_blocks, size, num_heads, width)
         y_BHNSK = rearrange(y_BNSHK, "b n s h k -> b h n s k")
         log_sum_BXS1 = qkv_TBHNSK.new_empty(batch_size, num_heads * num_blocks, size, 1)

@@ -85,7 +85,10 @@ class Hardware:
         if distributed.world_size() == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
-        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+        uses_all = getattr(getattr(model, "encoder", None), "uses_all", True)
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=devices, find_unused_parameters=not uses_all
+        )
 
     def exchange(self, model: object, wanted: bool) -> contextlib.AbstractContextManager[object]:
         """For a backward pass: add gradients up over the processes, or, for all but the last part

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import convolution, dropout, patterns
@@ -355,6 +357,59 @@ def test_train_and_eval_agree_without_dropout_and_differ_with_it(name: str) -> N
     assert not torch.equal(
         model.train()(tokens_BSL, lengths_BS), model.eval()(tokens_BSL, lengths_BS)
     )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_evaluation_draws_no_random_numbers(name: str) -> None:
+    model = build(name, replace(SMALL, dropout=0.1, attention_dropout=0.1)).eval()
+    before = torch.get_rng_state()
+    model(*batch(40, 7))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class MadeOnTheHost(TorchFunctionMode):
+    """Notes tensors that are made without a word on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = {"arange", "zeros", "ones", "full", "rand", "randn", "tensor", "empty", "eye",
+                "linspace", "randint", "scalar_tensor", "as_tensor", "tril_indices"}  # fmt: skip
+        name, is_method = func.__name__, func.__qualname__.startswith("TensorBase")
+        if name in made and not is_method and not (kwargs or {}).get("device"):
+            self.found.append(f"{name}{args}")
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_are_made_where_the_input_is(
+    name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs: dict[str, Any] = {"causal": True} if causal else {}
+    if causal and "bidirectional" in options_of(name):
+        knobs["bidirectional"] = False
+    try:
+        model = build(name, replace(SMALL, dropout=0.1, attention_dropout=0.1), **knobs)
+    except ValueError as error:
+        assert causal and "causal" in str(error)
+        return
+    # As on other devices, which lack the paths that a CPU has for itself.
+    for module in [m for n, m in sys.modules.items() if n.startswith("models.")]:
+        if hasattr(module, "has_fast_path"):
+            monkeypatch.setattr(module, "has_fast_path", lambda _: False)
+    monkeypatch.setattr(convolution, "convolve_in_blocks", convolution.convolve_at_once)
+    tokens_BSL, lengths_BS = batch(40, 7)
+    for is_training in (True, False):
+        with MadeOnTheHost() as mode:
+            logits_BC = model.train(is_training)(tokens_BSL, lengths_BS)
+            if is_training:
+                logits_BC.sum().backward()
+        assert mode.found == []
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -322,6 +322,32 @@ def test_jobs_side_by_side_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch)
         Hardware(HardwareConfig(device="cuda", num_devices=3))
 
 
+@pytest.mark.parametrize("words", [[], ["model.pool_memory=true"]])
+def test_parameters_that_the_result_does_not_depend_on_do_not_stop_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    import torch
+
+    from lra.build import make_model, make_task
+    from lra.cli import compose_config, typed
+    from lra.training.hardware import Hardware
+
+    config = typed(compose_config(["model=luna", *PLAIN, *words]))
+    torch.distributed.init_process_group(
+        "gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
+    )
+    try:
+        monkeypatch.setattr(distributed, "world_size", lambda: 2)  # as far as the wrapping goes
+        model = Hardware(config.hardware).parallel(make_model(config, make_task(config)))
+        for _ in range(3):
+            tokens_BSL = torch.randint(1, 5, (3, 1, 20))
+            model(tokens_BSL, torch.full((3, 1), 20)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    unused = [name for name, p in model.named_parameters() if p.grad is None]
+    assert bool(unused) == bool(words)
+
+
 def test_alone_the_exchanges_do_nothing() -> None:
     import torch
 
