@@ -170,7 +170,9 @@ def left_out_table(runs: Sequence[Record]) -> Table:
         told = [r.protocol.data] * (r.protocol.data != "files")
         data = ", ".join(told + [REAL] * (r.inputs == "real"))
         settings = " ".join(o for o in r.overrides if not o.startswith(TOLD_ELSEWHERE))
-        cells = [str(r.seed), settings, figure, data, r.message, r.name]
+        dirty = MARKS["d"] if r.environment.get("git_dirty") else ""
+        message = "; ".join(filter(None, [r.message, dirty]))
+        cells = [str(r.seed), settings, figure, data, message, r.name]
         rows.append([r.task, r.model, r.recipe, *cells])
     header = ["Task", "Model", "Recipe", "Seed", "Settings", "Figure", "Data", "Message", "Run"]
     return Table(header, rows)

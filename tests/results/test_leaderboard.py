@@ -243,6 +243,8 @@ def test_runs_that_are_no_result_are_listed_below_with_their_figures(board: Boar
     assert "disk full" in below
     assert "| luna | nystromformer | 6 | train.num_steps=500 | test 97.00 at step " in below
     assert "99.00" not in tables.results_section(board)
+    short = make_record(budget="reduced", environment={"git_dirty": True})
+    assert f"|  | {MARKS['d']} |" in tables.markdown(build([short]))
 
 
 def test_one_finished_one_killed_one_diverged() -> None:
