@@ -59,12 +59,14 @@ def run_job(
     check_installed(config.logger)
     distributed.adopt_slurm()
     hardware = Hardware(config.hardware, job_number)
+    check_batches(config, config.hardware.num_devices)
     model = first_weights(plan)
     if config.pretrain.objective != "none":
         make_predictor(config, first_weights(plan))  # says whether it goes with the model
     if config.hardware.num_devices > 1 and not distributed.is_worker():
         return run_in_processes(plan, overrides)
     distributed.join(hardware.device.type)
+    check_batches(config, distributed.world_size())
 
     is_main = distributed.is_main()
     run_dir, progress = plan.run_dir, Progress(quiet=not is_main)
@@ -72,6 +74,11 @@ def run_job(
         check_writable(config.paths.outputs, "paths.outputs")
         check_writable(config.paths.results, "paths.results")
     data = prepare(plan.task, config.paths.cache)
+    if len(data.train) < distributed.world_size():
+        raise ValueError(
+            f"task {plan.task.name}: {len(data.train)} training examples for "
+            f"{distributed.world_size()} devices; expected at least one for each"
+        )
     with runs.locked(run_dir) if is_main else contextlib.nullcontext(), storing("paths.outputs"):
         own = runs.own_record(run_dir, plan.first_record)
         done = finished(plan, own, data.fingerprint, hardware.describe(None), progress.say)
@@ -121,6 +128,23 @@ def run_job(
     if ending.cause == "SIGUSR2":
         distributed.give_back_to_queue()
     return record
+
+
+def check_batches(config: RunConfig, num_devices: int) -> None:
+    """See that each device has a part of every batch.
+
+    Raises:
+        ValueError: a batch is smaller than that.
+    """
+    sizes = {"train": config.train.batch_size}
+    if config.pretrain.objective != "none":
+        sizes["pretrain"] = config.pretrain.batch_size
+    for name, size in sizes.items():
+        if size < num_devices:
+            raise ValueError(
+                f"{name}.batch_size={size} on {num_devices} devices: expected at least an example "
+                "for each"
+            )
 
 
 def first_weights(plan: Plan) -> Classifier:

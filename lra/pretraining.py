@@ -153,7 +153,7 @@ def _one_process(plan: Plan, folder: Path, progress: Progress, started: float) -
             progress.say(f"phase 1  waiting for another run that is at it in {folder}")
             told = True
         if limit is not None and time.monotonic() - started > limit:
-            stop.requested = stop.requested or f"train.time_limit={limit:g} s"
+            stop.request(f"train.time_limit={limit:g} s")
         stop.check()
         distributed.from_main("wait")
 

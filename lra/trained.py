@@ -179,11 +179,12 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
     data = prepare(task, config.paths.cache)
     progress = Progress()
     progress.say(f"{run_dir.name}: {task.describe_source()}\nweights of {_step_text(path)}")
+    pad_to = data.meta["max_length"] if config.train.pad_to_max else None
     for name in ("val", "test"):
         size = config.hardware.micro_batch_size or config.train.batch_size
         split = getattr(data, name)
         with progress.counting(name, len(split)) as show:
-            metrics = evaluate(model, split, hardware, batch_size=size, check=show)
+            metrics = evaluate(model, split, hardware, batch_size=size, pad_to=pad_to, check=show)
         low, high = (100 * end for end in wilson(metrics.accuracy, metrics.num_examples))
         progress.say(
             f"{name:<5} accuracy {percent(100 * metrics.accuracy)} % (95 % interval {low:.1f} to "

@@ -289,6 +289,8 @@ def open_dataset(task: Task, folder: Path, fingerprint: str) -> Dataset:
         limit = getattr(task, f"limit_{split}")
         if limit is not None:
             splits[split] = splits[split].subset(stratified(splits[split].labels, limit))
+            found = np.bincount(splits[split].labels, minlength=task.num_classes).tolist()
+            meta["splits"][split]["label_histogram"] = found
     return Dataset(**splits, meta=meta, folder=folder)
 
 

@@ -17,6 +17,9 @@ from lra.files import replacing
 
 KEEP = 2
 FORMAT_VERSION = 1
+# Errors that say nothing of what is in a file, and may pass.
+NOT_OF_THE_FILE = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES, errno.EMFILE,
+                   errno.ENFILE)  # fmt: skip
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
@@ -58,13 +61,19 @@ def read(path: Path) -> dict[str, Any]:
     """Load tensors and plain values; nothing in the file is executed.
 
     Raises:
-        ValueError: the file is truncated, damaged or of another format.
+        ValueError: the file is missing, truncated, damaged or of another format.
+        OSError: the disk does not give it.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise ValueError(f"{path}: not a readable checkpoint ({error.strerror or error})") from None
+    except OSError as error:  # also what a damaged file makes of a place to read at
+        if error.errno not in NOT_OF_THE_FILE:
+            raise ValueError(
+                f"{path}: not a readable checkpoint ({error.strerror or error})"
+            ) from None
+        reason = f"cannot be read now ({error.strerror}); once it can, the same command goes on"
+        raise OSError(error.errno, reason, str(path)) from None
     except MemoryError:
         raise
     except Exception as error:  # of any kind: random bytes are random instructions to the reader
@@ -101,9 +110,10 @@ def load_latest(
     """The newest readable state, or None, and a warning for each file that was passed over.
 
     With `needs_best` the weights that the state calls best have to be readable too.
+
+    Raises:
+        OSError: the disk does not give a file.
     """
-    for stale in folder.glob(".*.tmp"):
-        stale.unlink()
     passed_over: list[str] = []
     for path in checkpoints(folder):
         try:
@@ -117,12 +127,24 @@ def load_latest(
     return None, passed_over
 
 
+def drop_beyond(folder: Path, step: int) -> None:
+    """Remove what a stopped run has left of steps beyond `step`, at which it goes on.
+
+    Weights that were the best there may never be so again, and no state would be kept beside newer
+    ones. Only who holds the run's lock may call this: a file half-written is taken for a left-over.
+    """
+    found = [*checkpoints(folder), *folder.glob("best-*.pt")]
+    for path in [*folder.glob(".*.tmp"), *(path for path in found if step_of(path) > step)]:
+        path.unlink(missing_ok=True)
+
+
 def random_states() -> dict[str, Any]:
     """The states of all generators that a model could draw from."""
     numpy_state: Any = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        # Of the run's own device, which may have another number when the run goes on.
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],
         "python": random.getstate(),
         "numpy": (
             numpy_state[0],
@@ -136,7 +158,9 @@ def restore_random_states(states: dict[str, Any]) -> None:
     """Undo `random_states`."""
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available() and states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
+        # States of all devices, as they once were saved, have that of this one by its number.
+        last = len(states["cuda"]) - 1
+        torch.cuda.set_rng_state(states["cuda"][min(torch.cuda.current_device(), last)])
     random.setstate(states["python"])
     name, keys, *rest = states["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

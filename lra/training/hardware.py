@@ -50,7 +50,8 @@ class Hardware:
             raise ValueError(
                 f"hardware.precision={config.precision}: not on a CPU; use float32 or bf16"
             )
-        if kind == "cuda" and config.precision == "bf16" and not torch.cuda.is_bf16_supported():
+        asks_for_bf16 = kind == "cuda" and config.precision == "bf16"
+        if asks_for_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
             raise ValueError(
                 f"hardware.precision=bf16: {torch.cuda.get_device_name()} has no bfloat16; "
                 "use fp16 or float32"
@@ -60,6 +61,7 @@ class Hardware:
             keep_freed_memory()
         if kind == "cuda":
             torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
             torch.cuda.reset_peak_memory_stats()
 
     @property
@@ -93,9 +95,10 @@ class Hardware:
     def exchange(self, model: object, wanted: bool) -> contextlib.AbstractContextManager[object]:
         """For a backward pass: add gradients up over the processes, or, for all but the last part
         of a batch, leave them where they are."""
-        if not isinstance(model, nn.parallel.DistributedDataParallel):
+        parallel = getattr(model, "_orig_mod", model)  # of a compiled one
+        if not isinstance(parallel, nn.parallel.DistributedDataParallel):
             return contextlib.nullcontext()
-        return distributed.telling() if wanted else model.no_sync()
+        return distributed.telling() if wanted else parallel.no_sync()
 
     def pin(self, batch: Batch) -> Batch:
         """The batch where the device can fetch it while the host goes on; in any thread."""

@@ -31,10 +31,15 @@ class Interrupted(Exception):
 
 
 class _Stop:
-    """Remembers the first signal; `check` turns it into an exception where that is safe."""
+    """Remembers the first wish to stop; `check` turns it into an exception where that is safe."""
 
     requested: str | None = None
     requested_at = 0.0
+    signalled_at: float | None = None  # when the first signal came
+
+    def request(self, why: str) -> None:
+        if self.requested is None:
+            self.requested, self.requested_at = why, time.monotonic()
 
     def check(self, after_s: float = 0.0) -> None:
         if self.requested and time.monotonic() - self.requested_at >= after_s:
@@ -60,9 +65,10 @@ def stop_on_signals() -> Iterator[_Stop]:
     def remember(number: int, _frame: object) -> None:
         if number == signal.SIGHUP:
             discard_output()
-        if stop.requested is None:
-            stop.requested, stop.requested_at = signal.Signals(number).name, time.monotonic()
-        elif time.monotonic() - stop.requested_at > PATIENCE_S:
+        stop.request(signal.Signals(number).name)
+        if stop.signalled_at is None:  # a time limit is no signal, of which this were a repeat
+            stop.signalled_at = time.monotonic()
+        elif time.monotonic() - stop.signalled_at > PATIENCE_S:
             signal.signal(number, before[signal.Signals(number)])
             os.kill(os.getpid(), number)
 

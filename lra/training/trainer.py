@@ -185,7 +185,7 @@ def train(
         forward = torch.compile(forward, dynamic=True)
     is_main, is_alone = distributed.is_main(), distributed.world_size() == 1
     if is_main:
-        cut_metrics(metrics, state.step)
+        cut_metrics(metrics, state.step, state.evaluated_step)
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
     hardware.stretches = state.stretches
@@ -309,7 +309,7 @@ def train(
             # several processes agree at these steps on whether to stop.
             saving = cfg.checkpoint_every and state.step % cfg.checkpoint_every == 0
             if cfg.time_limit is not None and time.monotonic() - started > cfg.time_limit:
-                stop.requested = stop.requested or f"train.time_limit={cfg.time_limit:g} s"
+                stop.request(f"train.time_limit={cfg.time_limit:g} s")
             evaluating = evaluates_at(state.step, cfg)
             reading = state.step % cfg.log_every == 0 or evaluating or saving
             if not reading and not (is_alone and stop.requested):
@@ -435,14 +435,19 @@ def resume(
     """Load the newest readable checkpoint of this very run, or start anew.
 
     Raises:
-        Refused: the checkpoint belongs to other settings or other data.
+        Refused: the checkpoint belongs to other settings or data, or the disk does not give it.
     """
-    saved, warnings = checkpoint.load_latest(folder, needs_best=needs_best)
+    try:
+        saved, warnings = checkpoint.load_latest(folder, needs_best=needs_best)
+    except OSError as error:
+        raise Refused(f"{error.filename}: {error.strerror}") from None
     for warning in warnings:
         progress.say(f"warning: {warning}")
     if saved is None:
         if warnings:
             progress.say("warning: no usable checkpoint is left; the run starts anew at step 0")
+        if distributed.is_main():
+            checkpoint.drop_beyond(folder, 0)
         # Weights are equal in all processes, dropout must not be.
         if distributed.rank():
             torch.manual_seed(torch.initial_seed() + distributed.rank())
@@ -455,7 +460,10 @@ def resume(
             )
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    scaler.load_state_dict(saved["scaler"])
+    if saved["scaler"]:  # empty unless the steps before were in fp16
+        scaler.load_state_dict(saved["scaler"])
+    if distributed.is_main():
+        checkpoint.drop_beyond(folder, saved["state"]["step"])
     if len(saved["random"]) == distributed.world_size():
         checkpoint.restore_random_states(saved["random"][distributed.rank()])
     else:
@@ -463,6 +471,9 @@ def resume(
             f"warning: saved by {len(saved['random'])} processes, now {distributed.world_size()}: "
             "dropout goes on from other random numbers"
         )
+        # Others in each process, and by step. The generator knows 32 bits of a seed.
+        own = 1_000_003 * (1 + saved["state"]["step"]) + distributed.rank()
+        torch.manual_seed((torch.initial_seed() + own) % 2**32)
     progress.say(f"resuming at step {saved['state']['step']}")
     return State(**saved["state"])
 
@@ -533,13 +544,18 @@ def append_metrics(path: Path, rows: list[dict[str, Any]]) -> None:
     append(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def cut_metrics(path: Path, step: int) -> None:
-    """Drop lines beyond `step`, which a resumed run writes again, and a half-written last line."""
+def cut_metrics(path: Path, step: int, evaluated_step: int) -> None:
+    """Drop what a resumed run writes again, and a half-written last line.
+
+    Those are losses beyond `step`, and evaluations beyond `evaluated_step`: a state may be saved
+    between the two.
+    """
     if not path.exists():
         return
     kept = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
-            if json.loads(line)["step"] <= step:
+            row = json.loads(line)
+            if row["step"] <= (step if row["split"] == "train" else evaluated_step):
                 kept.append(line + "\n")
     write_atomically(path, "".join(kept))

@@ -379,6 +379,8 @@ def test_micro_batches_cover_the_batch(tmp_path: Path) -> None:
 def test_a_limited_split_keeps_both_classes(tmp_path: Path) -> None:
     rows = {s: [(b"", 0)] * 10 + [(b"\1", 1)] * 10 for s in SIZES}
     data = toy_data(tmp_path, rows=rows, limit_train=4)
+    counts = np.bincount(data.train.labels, minlength=2).tolist()
+    assert sum(counts) == 4 and data.meta["splits"]["train"]["label_histogram"] == counts
     assert sorted(data.train.labels.tolist()) == [0, 0, 1, 1]
     assert data.train.batch(np.array([3])).tokens_BSL[0, 0, 0] == 2
     assert len(data.val) == 20

@@ -133,6 +133,28 @@ def test_bad_input_is_one_message_also_from_processes(tmp_path: Path) -> None:
     assert code == 2 and err.count("error: ") == 1 and "task.max_length=20" in err
 
 
+def test_each_device_has_a_part_of_every_batch(tmp_path: Path) -> None:
+    code, _, err = call(tmp_path, *TINY, *TWO, "train.batch_size=1", fork=True)
+    assert code == 2 and "train.batch_size=1 on 2 devices: expected at least an example" in err
+
+
+def test_a_compiled_model_exchanges_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from torch import nn
+
+    from lra.training.hardware import Hardware
+
+    class Parallel:
+        def no_sync(self) -> str:
+            return "left where they are"
+
+    monkeypatch.setattr(nn.parallel, "DistributedDataParallel", Parallel)
+    hardware = Hardware(HardwareConfig(device="cpu", num_threads=1))
+    for model in (Parallel(), SimpleNamespace(_orig_mod=Parallel())):
+        assert hardware.exchange(model, wanted=False) == "left where they are"
+
+
 def test_torchrun_starts_it_as_well(tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",

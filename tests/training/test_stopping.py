@@ -49,6 +49,19 @@ with stop_on_signals() as stop:
     assert (done.returncode, done.stdout) == (0, "SIGTERM\n"), done.stderr
 
 
+def test_a_signal_after_the_time_limit_is_the_first() -> None:
+    done = python("""
+import lra.training.stopping
+lra.training.stopping.PATIENCE_S = 0
+with stop_on_signals() as stop:
+    stop.request("train.time_limit=1 s")
+    stop.check(60)  # not as if it were long ago
+    os.kill(os.getpid(), signal.SIGTERM)  # while the state is saved
+    print(stop.requested)
+""")
+    assert (done.returncode, done.stdout) == (0, "train.time_limit=1 s\n"), done.stderr
+
+
 def test_after_the_training_nothing_is_watched() -> None:
     done = python("""
 with stop_on_signals():

@@ -22,11 +22,12 @@ from lra.cli import CONFIGS, compose_config, typed
 from lra.config import HardwareConfig
 from lra.tasks.batches import Batch, TokenArrays
 from lra.tasks.cache import Dataset
-from lra.training import checkpoint
+from lra.training import checkpoint, distributed
 from lra.training.evaluate import evaluate
 from lra.training.hardware import Hardware
+from lra.training.progress import Progress
 from lra.training.stopping import Interrupted
-from lra.training.trainer import Diverged, is_out_of_memory
+from lra.training.trainer import Diverged, Refused, cut_metrics, is_out_of_memory, resume
 from tests import programs
 from tests.toy import SIZES, ToyModel, run, toy_data
 
@@ -282,6 +283,7 @@ for attempt in range(40):
     left_over += len(list(folder.glob(".*.tmp")))
     found, warnings = checkpoint.load_latest(folder)
     assert found and not warnings and found["step"] >= step, (found, warnings, step)
+    checkpoint.drop_beyond(folder, found["step"])
     assert not list(folder.glob(".*.tmp"))
     step = found["step"]
 print(step, left_over)
@@ -316,6 +318,108 @@ def test_a_cut_checkpoint_is_passed_over_with_a_warning(
     assert f"{newest}: not a readable checkpoint" in out and "resuming at step 9" in out
     assert not list(newest.parent.glob(".*.tmp"))
     assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+def test_what_a_stopped_run_left_of_later_steps_takes_no_place_of_what_follows(
+    tmp_path: Path,
+) -> None:
+    """Weights that were the best to the stopped run only, and states that nobody can read."""
+    data = whole_and_cut(tmp_path)
+    folder = tmp_path / "cut" / "checkpoints"
+    (step,) = (checkpoint.step_of(path) for path in checkpoint.checkpoints(folder)[:1])
+    for name in (f"best-{step + 1:08d}.pt", f"step-{400:08d}.pt", f"step-{500:08d}.pt"):
+        (folder / name).write_bytes(b"of a run that went on otherwise")
+    run(tmp_path / "cut", data)
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+    names = [
+        {p.name for p in (tmp_path / name / "checkpoints").iterdir()} for name in ("cut", "whole")
+    ]
+    assert names[0] == names[1]
+
+
+def test_a_look_at_a_running_run_leaves_its_half_written_file_alone(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"model": {}})
+    (half := tmp_path / ".step-00000002.pt.abc.tmp").write_bytes(b"half")
+    assert checkpoint.load_latest(tmp_path)[0] and half.exists()
+
+
+def test_a_disk_that_does_not_answer_is_no_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = whole_and_cut(tmp_path)
+    before = sorted((tmp_path / "cut" / "checkpoints").iterdir())
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", fail)
+        with pytest.raises(Refused, match=r"step-00000012\.pt: cannot be read now \(Input/output"):
+            run(tmp_path / "cut", data)
+    assert sorted((tmp_path / "cut" / "checkpoints").iterdir()) == before
+    run(tmp_path / "cut", data)
+    assert same(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+def test_a_state_from_before_fp16_can_be_gone_on_from(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    with pytest.raises(Interrupted):
+        run(tmp_path, data, time_limit=1e-9)
+    model = ToyModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=True)
+    folder = tmp_path / "checkpoints"
+    identity = checkpoint.read(checkpoint.checkpoints(folder)[0])["identity"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "load_state_dict", lambda _: None)
+        resume(folder, model, optimizer, scaler, identity, Progress(quiet=True), needs_best=True)
+    assert scaler.get_scale() == torch.amp.GradScaler("cpu").get_scale()
+
+
+def test_the_random_state_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "own")
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    states = checkpoint.random_states()
+    assert states["cuda"] == ["own"]
+    for saved in (["own"], ["of 0", "of 1", "of 2"], ["of 0"]):  # those of all devices: older files
+        checkpoint.restore_random_states(states | {"cuda": saved})
+    assert given == ["own", "of 1", "of 0"]
+
+
+def test_another_number_of_processes_goes_on_from_random_numbers_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = toy_data(tmp_path)
+    with pytest.raises(Interrupted):
+        run(tmp_path, data, time_limit=1e-9)
+    folder, draws = tmp_path / "checkpoints", []
+    saved = checkpoint.read(checkpoint.checkpoints(folder)[0])
+    monkeypatch.setattr(distributed, "world_size", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        checkpoint.seed_everything(0)
+        model = ToyModel()
+        optimizer = torch.optim.AdamW(model.parameters())
+        monkeypatch.setattr(optimizer, "load_state_dict", lambda _: None)
+        draws.append(torch.get_rng_state())
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        resume(folder, model, optimizer, scaler, saved["identity"], Progress(quiet=True),
+               needs_best=True)  # fmt: skip
+        draws.append(torch.get_rng_state())
+    before, first, _, second = draws
+    assert not torch.equal(first, second) and not torch.equal(before, first)
+
+
+def test_an_evaluation_after_the_state_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"split": "train", "step": 8}, {"split": "val", "step": 4}, {"split": "val", "step": 8},
+            {"split": "train", "step": 9}]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"split": "tr')
+    cut_metrics(path, 8, evaluated_step=4)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == rows[:2]
 
 
 def test_without_a_usable_checkpoint_the_new_start_is_told(
