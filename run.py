@@ -120,7 +120,7 @@ def run(cfg: DictConfig, number: int, launch: Path | None) -> Outcome:
         )
     from lra.job import EXIT_CODES, run_job
     from lra.plan import Reference, make_plan
-    from lra.results.leaderboard import setting_text
+    from lra.results.settings import setting_text
     from lra.runs import now
     from lra.trained import evaluate_checkpoint
 

@@ -101,8 +101,8 @@ def evaluation_share(record: Record) -> str:
 
 def conclusion(record: Record, path: Path, others: list[tuple[Path, Record]]) -> Iterator[str]:
     """How the run ended, in a table with what is published, and how it compares with `others`."""
-    from lra.results.leaderboard import task_table
     from lra.results.published import load_published
+    from lra.results.task_table import task_table
 
     if record.result is None:
         resumes = "; the same command goes on" if record.status == "interrupted" else ""

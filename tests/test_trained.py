@@ -27,6 +27,8 @@ from lra.tasks.pathfinder import Pathfinder
 from lra.tasks.retrieval import Retrieval
 from lra.tasks.task import Task
 from lra.tasks.text import Text
+from lra.trained import evaluate_checkpoint
+from lra.training.evaluate import Metrics, evaluate
 from tests.test_job import SOFTMAX
 from tests.test_job import config as toy_config
 from tests.toy import Toy
@@ -91,6 +93,30 @@ def test_predictions_are_those_of_the_runs_own_evaluation(
     alone = lra.load(str(folder)).logits(inputs[3])
     assert alone.shape == (task.num_classes,) and not alone.requires_grad
     torch.testing.assert_close(alone, run.logits(inputs)[3], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_an_evaluation_pads_as_the_run_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pads: bool
+) -> None:
+    monkeypatch.setattr("lra.tasks.cache.available_cores", lambda: 1)
+    words = [
+        "model=none",
+        "task.num_test=8",
+        *WORDS["listops"],
+        f"train.pad_to_max={str(pads).lower()}",
+    ]
+    folder, *_ = trained(tmp_path, *words)
+    given: list[int | None] = []
+
+    def spied(*arguments: Any, pad_to: int | None = None, **others: Any) -> Metrics:
+        given.append(pad_to)
+        return evaluate(*arguments, pad_to=pad_to, **others)
+
+    monkeypatch.setattr("lra.trained.evaluate", spied)
+    places = [f"paths.{p}={tmp_path / p}" for p in ("data", "cache", "outputs", "results")]
+    evaluate_checkpoint(typed(compose_config([*places, f"checkpoint={folder}"])), places)
+    assert given == [64 if pads else None] * 2
 
 
 def test_import_stays_light() -> None:

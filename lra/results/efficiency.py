@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lra.results.leaderboard import REAL, Row, tasks_with_own
 from lra.results.markdown import Table, escape_markdown
 from lra.results.published import task_title
@@ -315,8 +317,7 @@ def _figure(value: float) -> str:
     """Four digits, never in powers of ten."""
     if value >= 1000:
         return f"{value:,.0f}"
-    text = f"{value:.4g}"
-    return f"{value:.8f}".rstrip("0") if "e" in text else text
+    return np.format_float_positional(value, precision=4, unique=False, fractional=False, trim="-")
 
 
 def _mb(count: int | None) -> float | None:

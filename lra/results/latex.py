@@ -356,19 +356,20 @@ def _deviations(cells: Sequence[Cell]) -> tuple[str, bool]:
     """What ± and FAIL mean in these cells, and whether each says its number of seeds."""
     counts = {len(c.runs) for c in cells if not c.failed}
     failed = {len(c.runs) for c in cells if c.failed}
-    several = sorted(counts - {1})
+    several, most = sorted(counts - {1}), max(failed, default=1)
+    told = []
     if several:
         many = "seeds, their number in brackets" if len(several) > 1 else f"{several[0]} seeds"
-        text = rf"Mean $\pm$ sample standard deviation over {many}"
-        text += "; numbers without it are of one seed." if 1 in counts else "."
-    else:
-        text = "Numbers are of one seed each." if counts and failed - {1} else "One seed each."
-        text *= failed in (set(), {1}) or bool(counts)
+        rest = "; numbers without it are of one seed" * (1 in counts)
+        told.append(rf"Mean $\pm$ sample standard deviation over {many}{rest}.")
+    elif most == 1:
+        told.append("One seed each.")
+    elif counts:
+        told.append("Numbers are of one seed each.")
     if failed:
-        most = max(failed)
         seeds = f", in none of {'up to ' * (len(failed) > 1)}{most} seeds" * (most > 1)
-        text += f" {FAIL}: not above chance{seeds}."
-    return text, len(several) > 1
+        told.append(f"{FAIL}: not above chance{seeds}.")
+    return " ".join(told), len(several) > 1
 
 
 def _notes(rows: Sequence[Row]) -> list[Pair]:

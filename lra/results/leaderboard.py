@@ -25,17 +25,14 @@ from lra.results.published import (
     AVERAGES,
     FAIL,
     FAIL_AS,
-    FAMILIES,
     MEANS,
-    PUBLISHED_NAMES,
     TASKS,
     Published,
     namesake,
-    task_title,
 )
 from lra.results.records import Record, unpack_correct
-from lra.results.settings import setting_text, variants
-from lra.results.statistics import Comparison, compare, mean_std, sign_test, wilson
+from lra.results.settings import variants
+from lra.results.statistics import Comparison, compare, mean_std, sign_test
 
 MARKS = {
     "a": "not apples to apples",
@@ -50,6 +47,7 @@ MARKS = {
     "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
     "s": "self-pretrained, which the arena forbids; never ranked",
 }
+UNRANKED = frozenset("rpcs")  # marks of cells that are set beside others and never above them
 NOT_SHOWN = ("partial", "synthetic")  # kinds of data whose figures are no result of the benchmark
 REAL = "real pixels"  # the same where a mark has no legend
 SELF_PRETRAINED = "self-pretrained"
@@ -425,7 +423,7 @@ def _rank(row: Row) -> tuple[Any, ...]:
     Those with a cell that is never ranked come behind all others that are complete.
     """
     average = row.average("five")
-    apart = any(set(cell.marks) & set("prcs") for cell in row.cells.values())
+    apart = any(UNRANKED & set(cell.marks) for cell in row.cells.values())
     return row.recipe, average is None, apart, -(average or 0), row.model, row.variant
 
 
@@ -449,59 +447,3 @@ def make_rows(records: Iterable[Record]) -> list[Row]:
             by_variant[variant][runs[0].task] = Cell(runs)
         rows += [Row(model, recipe, v, by_task) for v, by_task in by_variant.items()]
     return rows
-
-
-def task_table(
-    records: Iterable[Record], published: Sequence[Published], task: str, highlight_run_id: str
-) -> str:
-    """One run beside the measured and published rows of its task, for a terminal.
-
-    A run on synthetic data stands alone, since its figure means something else.
-    """
-    records = [r for r in records if r.task == task]
-    lines, below = [("", "model", "setting", "test %", "source")], []
-    this = next((r for r in records if r.run_id == highlight_run_id), None)
-    if this and this.result:
-        low, high = wilson(this.result.test.accuracy, this.result.test.num_examples)
-        text = FAIL if this.status == "at_chance" else percent(100 * this.result.test.accuracy)
-        why = why_left_out(this)
-        note = f"this run, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
-        note += f", {REAL}" * (this.inputs == "real")
-        note += f", {SELF_PRETRAINED}" * (this.pretraining is not None)
-        note += f"; {LEFT_OUT[why].lower()}, no result of the benchmark" if why else ""
-        setting, changed = f"{this.recipe}, seed {this.seed}", setting_text(this)
-        if changed and len(setting) + len(changed) <= 46:
-            setting += f", {changed}"
-        elif changed:  # the column has no room for it
-            below.append(f"> changed: {changed}")
-        lines.append((">", this.model, setting, text, note))
-    board = build(records)
-    for row in [*board.rows, *(p.row for p in board.pretrained)]:
-        cell, setting = row.cells[task], f"{row.recipe}{f', {row.variant}' if row.variant else ''}"
-        if cell.runs != (this,):
-            told = "measured here" + f", {REAL}" * (row.inputs == "real")
-            told += f", {SELF_PRETRAINED}" * row.pretrained
-            lines.append(("", row.model, setting, str(cell), told))
-    if this and this.protocol.data == "synthetic":
-        published = ()
-    names = {PUBLISHED_NAMES.get(r.model, r.model) for r in records} | {"transformer"}
-    lines += [
-        (
-            "",
-            p.model,
-            p.variant,
-            p.cells[task],
-            p.source.split(" (")[0]
-            + f", {REAL}" * (p.inputs == "real")
-            + f", {SELF_PRETRAINED}" * (p.family == FAMILIES[-1]),
-        )
-        for p in published
-        if p.model.lower() in names and p.cells.get(task)
-    ]
-    lines = [(a, b[:24], c[:48], d, e) for a, b, c, d, e in lines]
-    width = [max(len(line[i]) for line in lines) for i in range(4)]
-    rows = [
-        f"{a.ljust(width[0])} {b.ljust(width[1])}  {c.ljust(width[2])}  {d.rjust(width[3])}  {e}"
-        for a, b, c, d, e in lines
-    ]
-    return "\n".join([task_title(task), *rows, *below])

@@ -185,6 +185,7 @@ def train(
         forward = torch.compile(forward, dynamic=True)
     is_main, is_alone = distributed.is_main(), distributed.world_size() == 1
     if is_main:
+        checkpoint.drop_beyond(folder, state.step)
         cut_metrics(metrics, state.step, state.evaluated_step)
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
@@ -446,8 +447,6 @@ def resume(
     if saved is None:
         if warnings:
             progress.say("warning: no usable checkpoint is left; the run starts anew at step 0")
-        if distributed.is_main():
-            checkpoint.drop_beyond(folder, 0)
         # Weights are equal in all processes, dropout must not be.
         if distributed.rank():
             torch.manual_seed(torch.initial_seed() + distributed.rank())
@@ -462,8 +461,6 @@ def resume(
     optimizer.load_state_dict(saved["optimizer"])
     if saved["scaler"]:  # empty unless the steps before were in fp16
         scaler.load_state_dict(saved["scaler"])
-    if distributed.is_main():
-        checkpoint.drop_beyond(folder, saved["state"]["step"])
     if len(saved["random"]) == distributed.world_size():
         checkpoint.restore_random_states(saved["random"][distributed.rank()])
     else:

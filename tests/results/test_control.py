@@ -15,10 +15,11 @@ from lra.cli import compose_config, typed
 from lra.plan import Reference, make_plan, protocol_of
 from lra.results import figures, latex, report, tables
 from lra.results.control import control_command, phase_text
-from lra.results.leaderboard import Options, build, task_table
+from lra.results.leaderboard import Options, build
 from lra.results.published import load_published
 from lra.results.records import Record
 from lra.results.settings import setting_text
+from lra.results.task_table import task_table
 from tests.made_up import make_record, markdown_rows
 
 TWICE = {"train.num_steps": 10000, "train.warmup_steps": 300}

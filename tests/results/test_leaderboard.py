@@ -25,11 +25,11 @@ from lra.results.leaderboard import (
     Row,
     build,
     make_rows,
-    task_table,
 )
 from lra.results.published import FAIL, GUESSES, TASKS, load_published
 from lra.results.records import Protocol, Record, pack_correct
 from lra.results.settings import setting_text
+from lra.results.task_table import task_table
 from tests.made_up import make_record, markdown_rows, sixty_records
 
 ROOT = Path(__file__).resolve().parents[2]

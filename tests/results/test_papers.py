@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from lra.cli import compose_config
 from lra.results import efficiency, latex, papers, tables
-from lra.results.leaderboard import Board, Options, build, task_table
+from lra.results.leaderboard import Board, Options, build
 from lra.results.published import FAMILIES, TASKS, load_published
+from lra.results.task_table import task_table
 from lra.speed.benchmarks import load_benchmarks, slope
 from lra.values import flatten
 from tests.made_up import ACCURACY, benchmark_values, make_record, markdown_rows, sixty_records

@@ -370,6 +370,23 @@ def test_parameters_that_the_result_does_not_depend_on_do_not_stop_the_exchange(
     assert bool(unused) == bool(words)
 
 
+def test_bfloat16_that_a_gpu_only_emulates_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from lra.training.hardware import Hardware
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in ("set_device", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    with pytest.raises(ValueError, match="hardware.precision=bf16: an old one has no bfloat16"):
+        Hardware(HardwareConfig(device="cuda", precision="bf16"))
+
+
 def test_alone_the_exchanges_do_nothing() -> None:
     import torch
 
