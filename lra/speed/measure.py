@@ -34,7 +34,7 @@ from lra.training.checkpoint import seed_everything
 from lra.training.evaluate import loss_and_hits
 from lra.training.hardware import Hardware
 from lra.training.optim import make_optimizer, set_rates
-from lra.training.trainer import accumulate, is_out_of_memory
+from lra.training.trainer import accumulate, is_out_of_memory, num_micro_batches
 from models.classifier import Classifier
 
 SHORT = 64  # tokens of the row that loads what is loaded late
@@ -83,9 +83,9 @@ class Trainer:
     def gradient(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and hits of a batch, its gradient added."""
         size = len(batch)
-        micro_batch_size = min(self.hardware.config.micro_batch_size or size, size)
+        num_parts = num_micro_batches(size, self.hardware.config.micro_batch_size or size)
         return accumulate(
-            self.forward, batch, size, self.hardware, self.scaler, micro_batch_size=micro_batch_size
+            self.forward, batch, size, self.hardware, self.scaler, num_parts=num_parts
         )
 
     def update(self) -> None:
@@ -117,7 +117,9 @@ class Evaluator:
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> None:
         """Loss and hits of a batch; micro-batches as in training."""
-        for micro in batch.split(self.hardware.config.micro_batch_size):
+        size = len(batch)
+        num_parts = num_micro_batches(size, self.hardware.config.micro_batch_size or size)
+        for micro in batch.split(num_parts):
             with self.hardware.autocast():
                 logits_BC = self.forward(*micro.inputs)
             loss_and_hits(logits_BC, micro.labels_B)

@@ -60,10 +60,10 @@ class Batch:
         """How many the model is asked for: a class of each example."""
         return len(self)
 
-    def split(self, size: int | None) -> Iterator[Self]:
-        """Cut into micro-batches of at most `size` rows; None keeps the batch whole."""
-        for i in range(0, len(self), size or len(self)):
-            rows = slice(i, i + (size or len(self)))
+    def split(self, num_parts: int) -> Iterator[Self]:
+        """Cut into that many micro-batches, whose sizes differ by a row at most."""
+        for i in range(num_parts):
+            rows = slice(len(self) * i // num_parts, len(self) * (i + 1) // num_parts)
             yield self._each(lambda part, rows=rows: part[rows])  # type: ignore[misc]
 
     def to(self, device: Any) -> Self:

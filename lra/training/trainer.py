@@ -290,7 +290,7 @@ def train(
             lr = set_rates(optimizer, state.step, cfg)
             loss, hits, fitting = accumulate_as_fits(
                 forward, batch, num_answers, hardware, scaler, optimizer,
-                micro_batch_size=micro_batch_size,
+                num_examples=num_examples, micro_batch_size=micro_batch_size,
                 say=lambda text: progress.say(f"step {state.step}: {text}"),
             )  # fmt: skip
             if fitting != micro_batch_size:
@@ -348,17 +348,17 @@ def accumulate(
     hardware: Hardware,
     scaler: torch.amp.GradScaler,
     *,
-    micro_batch_size: int,
+    num_parts: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the gradient of this process's part of a batch; return its share of the loss, and hits.
 
-    `num_answers` is how many the whole batch asks for, over which the loss is a mean.
+    `num_answers` is how many the whole batch asks for, over which the loss is a mean; the part is
+    computed in `num_parts` micro-batches.
     """
     loss = torch.zeros((), device=hardware.device)
     hits = torch.zeros((), device=hardware.device, dtype=torch.int64)
-    parts = list(batch.split(micro_batch_size))
-    for i, micro in enumerate(parts):
-        with hardware.exchange(forward, i == len(parts) - 1):
+    for i, micro in enumerate(batch.split(num_parts)):
+        with hardware.exchange(forward, i == num_parts - 1):
             with hardware.autocast():
                 logits = forward(*micro.inputs)
             losses_B, hits_B = loss_and_hits(logits, micro.labels_B)
@@ -379,10 +379,13 @@ def accumulate_as_fits(
     scaler: torch.amp.GradScaler,
     optimizer: torch.optim.Optimizer,
     *,
+    num_examples: int,
     micro_batch_size: int,
     say: Callable[[str], None],
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """`accumulate`, once more in parts of half the size whenever memory does not suffice.
+
+    `num_examples` is how many the whole batch has, in all processes.
 
     Returns:
         Loss, hits, and the size of the parts that fitted.
@@ -391,8 +394,9 @@ def accumulate_as_fits(
     while True:
         try:
             loss, hits = accumulate(
-                forward, batch, num_answers, hardware, scaler, micro_batch_size=micro_batch_size
-            )
+                forward, batch, num_answers, hardware, scaler,
+                num_parts=num_micro_batches(num_examples, micro_batch_size),
+            )  # fmt: skip
             return loss, hits, micro_batch_size
         except (RuntimeError, MemoryError) as error:
             # Several processes cannot repeat a step that one of them did not finish.
@@ -403,6 +407,17 @@ def accumulate_as_fits(
         say(f"out of memory; micro-batch is now {micro_batch_size}")
         optimizer.zero_grad(set_to_none=True)
         checkpoint.restore_random_states(random_states)
+
+
+def num_micro_batches(num_examples: int, micro_batch_size: int) -> int:
+    """In how many parts each process computes its share of a batch of `num_examples`.
+
+    As many in all of them, also where shares differ by a row: batch norm exchanges statistics in
+    each part. So with parts of one row some may have two.
+    """
+    world = distributed.world_size()
+    largest_share = -(-num_examples // world)
+    return min(-(-largest_share // micro_batch_size), num_examples // world)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -148,10 +148,10 @@ def test_company_padding_and_micro_batches_change_no_question(objective: Objecti
     whole = tokens.batch(np.array([3, 0, 2, 1]), epoch=7)
     for i, n in enumerate((3, 0, 2, 1)):
         alone = tokens.batch(np.array([n]), pad_to=300, epoch=7)
-        (part,) = (p for j, p in enumerate(whole.split(1)) if j == i)
+        (part,) = (p for j, p in enumerate(whole.split(4)) if j == i)
         assert isinstance(part, HiddenBatch) and same(part, alone)
     assert sum(p.num_answers for p in whole.split(3)) == whole.num_answers
-    assert [len(p) for p in whole.split(3)] == [3, 1]
+    assert [len(p) for p in whole.split(3)] == [1, 1, 2]
 
 
 def collected(
@@ -190,8 +190,8 @@ def test_workers_a_new_start_and_more_processes_change_no_question(
         for rank in range(3):
             part, *own = parts[rank][step]
             assert own == counts  # of the whole batch, by which every process divides
-            rows = list(batch.split(1))[rank::3]
-            assert all(same(a, b) for a, b in zip(part.split(1), rows, strict=True))
+            rows = list(batch.split(len(batch)))[rank::3]
+            assert all(same(a, b) for a, b in zip(part.split(len(part)), rows, strict=True))
         assert counts[0] == batch.num_answers == sum(p[step][0].num_answers for p in parts)
 
 

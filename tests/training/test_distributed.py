@@ -12,11 +12,15 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lra.config import HardwareConfig
 from lra.results import records
+from lra.tasks.batches import Batch
 from lra.training import distributed
+from lra.training.trainer import num_micro_batches
 from tests import programs
 from tests.test_cli import ROOT, TINY, call, read_record, timeless
 
@@ -58,6 +62,35 @@ def test_two_processes_equal_one(tmp_path: Path, kind: str) -> None:
         assert other.result.test.loss == pytest.approx(record.result.test.loss, rel=1e-5)
         assert other.hardware["num_devices"] == 2 and other.run_id == record.run_id
         assert len(list((tmp_path / name / "outputs").glob("listops-*"))) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_shares_that_differ_by_a_row_have_as_many_parts(
+    monkeypatch: pytest.MonkeyPatch, world: int
+) -> None:
+    monkeypatch.setattr(distributed, "world_size", lambda: world)
+    for num_examples in range(world, 40):
+        for size in range(1, 12):
+            num_parts = num_micro_batches(num_examples, size)
+            for rank in range(world):
+                rows = np.arange(num_examples)[rank::world]
+                share = Batch(torch.tensor(rows), torch.tensor(rows), torch.tensor(rows))
+                parts = [part.labels_B.tolist() for part in share.split(num_parts)]
+                assert sum(parts, []) == rows.tolist() and len(parts) == num_parts
+                most = 2 if size == 1 and world > 1 else size
+                assert all(1 <= len(part) <= most for part in parts)
+                if world == 1:
+                    assert num_parts == -(-num_examples // size)
+
+
+def test_batch_norm_in_parts_of_uneven_shares_goes_on(tmp_path: Path) -> None:
+    words = [*PLAIN, "shape.norm_kind=batch", "train.batch_size=3"]
+    ways = {"one": [], "two": [*TWO, "hardware.micro_batch_size=1"]}  # of two rows and of one
+    for name, extra in ways.items():
+        (tmp_path / name).mkdir()
+        code, _, err = call(tmp_path / name, *words, *extra, fork=True)
+        assert code == 0, err
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path) -> None:
