@@ -335,7 +335,9 @@ def train(
             raise Interrupted(why, stop.requested)
         selected = state.best_step if needs_best else state.step
         if needs_best:
-            model.load_state_dict(checkpoint.read(checkpoint.best_path(folder, selected))["model"])
+            path = checkpoint.best_path(folder, selected)
+            best = distributed.from_main(checkpoint.read(path) if is_main else None)
+            model.load_state_dict(best["model"])
         test = evaluate_on(data.test) if data.test is not None else None
     row = next(r for r in state.curve if r["step"] == selected)
     return Result(state, selected, row["val_accuracy"], row["val_loss"], test, micro_batch_size)
@@ -450,13 +452,21 @@ def resume(
 ) -> State:
     """Load the newest readable checkpoint of this very run, or start anew.
 
+    Of several processes the main one looks, for a shared disk may show others an older folder.
+
     Raises:
         Refused: the checkpoint belongs to other settings or data, or the disk does not give it.
     """
-    try:
-        saved, warnings = checkpoint.load_latest(folder, needs_best=needs_best)
-    except OSError as error:
-        raise Refused(f"{error.filename}: {error.strerror}") from None
+    found: Any = None
+    if distributed.is_main():
+        try:
+            found = checkpoint.load_latest(folder, needs_best=needs_best)
+        except OSError as error:
+            found = Refused(f"{error.filename}: {error.strerror}")
+    found = distributed.from_main(found)
+    if isinstance(found, Refused):
+        raise found from None
+    saved, warnings = found
     for warning in warnings:
         progress.say(f"warning: {warning}")
     if saved is None:
