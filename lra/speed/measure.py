@@ -82,11 +82,10 @@ class Trainer:
 
     def gradient(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and hits of a batch, its gradient added."""
-        size = len(batch)
-        num_parts = num_micro_batches(size, self.hardware.config.micro_batch_size or size)
         return accumulate(
-            self.forward, batch, size, self.hardware, self.scaler, num_parts=num_parts
-        )
+            self.forward, batch, len(batch), self.hardware, self.scaler,
+            num_parts=num_parts(batch, self.hardware),
+        )  # fmt: skip
 
     def update(self) -> None:
         """Apply and drop the gradient."""
@@ -117,12 +116,15 @@ class Evaluator:
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> None:
         """Loss and hits of a batch; micro-batches as in training."""
-        size = len(batch)
-        num_parts = num_micro_batches(size, self.hardware.config.micro_batch_size or size)
-        for micro in batch.split(num_parts):
+        for micro in batch.split(num_parts(batch, self.hardware)):
             with self.hardware.autocast():
                 logits_BC = self.forward(*micro.inputs)
             loss_and_hits(logits_BC, micro.labels_B)
+
+
+def num_parts(batch: Batch, hardware: Hardware) -> int:
+    """Micro-batches of a batch, as in training."""
+    return num_micro_batches(len(batch), hardware.config.micro_batch_size or len(batch))
 
 
 def measure(
