@@ -91,12 +91,13 @@ def _by_task(folder: Path) -> frozenset[str]:
 
 
 def overrides(record: Record) -> dict[str, str]:
-    """What the command line set: config keys, pretraining and experiment, no other choices."""
+    """What the command line set: config keys, first weights, pretraining and experiment, no other
+    choices."""
     given, flat = {}, flatten(record.config)
     for text in record.overrides:
         name, _, value = text.partition("=")
         name = name.lstrip("+~")
-        if name in ("experiment", "pretrain") and value not in ("", "null", "none"):
+        if name in ("experiment", "pretrain", "init_from") and value not in ("", "null", "none"):
             given[name] = value
         elif "." in name and name.split(".")[0] not in UNHASHED:
             given |= {k: "" for k in flat if k == name or k.startswith(f"{name}.")}

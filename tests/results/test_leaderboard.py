@@ -568,6 +568,10 @@ def test_a_setting_is_told_by_what_the_command_line_changed() -> None:
     )  # fmt: skip
     assert setting_text(record) == "experiment=smoke"
     assert setting_text(make_record()) == ""
+    record = dataclasses.replace(
+        record, config=record.config | {"init_from": "outputs/a"}, overrides=["init_from=outputs/a"]
+    )
+    assert setting_text(record) == "init_from=outputs/a"
 
 
 def test_task_table_shows_this_run_beside_the_published_rows() -> None:
