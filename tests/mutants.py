@@ -197,7 +197,7 @@ MUTANTS = [
            "training/test_distributed.py two_processes_equal"),
     Mutant("lra/training/trainer.py", "whole[rank::world]", "whole[0::world]",
            "training/test_distributed.py two_processes_equal"),
-    Mutant("lra/training/trainer.py", "hardware.exchange(forward, i == len(parts) - 1)",
+    Mutant("lra/training/trainer.py", "hardware.exchange(forward, i == num_parts - 1)",
            "hardware.exchange(forward, False)", "training/test_distributed.py two_processes_equal"),
     Mutant("lra/training/trainer.py",
            "random_states = distributed.gather(checkpoint.random_states())",

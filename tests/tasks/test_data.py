@@ -371,9 +371,9 @@ def test_evaluation_covers_every_example_once() -> None:
 def test_micro_batches_cover_the_batch(tmp_path: Path) -> None:
     batch = toy_data(tmp_path).train.batch(np.arange(10))
     parts = list(batch.split(4))
-    assert [len(p) for p in parts] == [4, 4, 2]
+    assert [len(p) for p in parts] == [2, 3, 2, 3]
     assert np.concatenate([p.labels_B for p in parts]).tolist() == batch.labels_B.tolist()
-    assert [len(p) for p in batch.split(None)] == [10] and isinstance(parts[0], Batch)
+    assert [len(p) for p in batch.split(1)] == [10] and isinstance(parts[0], Batch)
 
 
 def test_a_limited_split_keeps_both_classes(tmp_path: Path) -> None:
