@@ -27,12 +27,13 @@ from lra.tasks.cache import Dataset, prepare
 from lra.training import distributed
 from lra.training.checkpoint import seed_everything
 from lra.training.evaluate import is_at_chance
+from lra.training.gradient import is_out_of_memory
 from lra.training.hardware import Hardware
 from lra.training.logger import check_installed, make_logger
 from lra.training.optim import describe_groups
 from lra.training.progress import Progress
 from lra.training.stopping import Interrupted
-from lra.training.trainer import Diverged, Refused, Result, is_out_of_memory, train
+from lra.training.trainer import Diverged, Refused, Result, train
 from lra.training.weights import selected_weights
 from models.classifier import Classifier
 

@@ -32,9 +32,9 @@ from lra.tasks.batches import Batch
 from lra.tasks.task import Task
 from lra.training.checkpoint import seed_everything
 from lra.training.evaluate import loss_and_hits
+from lra.training.gradient import accumulate, is_out_of_memory, num_micro_batches
 from lra.training.hardware import Hardware
 from lra.training.optim import make_optimizer, set_rates
-from lra.training.trainer import accumulate, is_out_of_memory, num_micro_batches
 from models.classifier import Classifier
 
 SHORT = 64  # tokens of the row that loads what is loaded late

@@ -20,7 +20,7 @@ from lra.config import HardwareConfig
 from lra.results import records
 from lra.tasks.batches import Batch
 from lra.training import distributed
-from lra.training.trainer import num_micro_batches
+from lra.training.gradient import num_micro_batches
 from tests import programs
 from tests.test_cli import ROOT, TINY, call, read_record, timeless
 

@@ -24,10 +24,11 @@ from lra.tasks.batches import Batch, TokenArrays
 from lra.tasks.cache import Dataset
 from lra.training import checkpoint, distributed
 from lra.training.evaluate import evaluate
+from lra.training.gradient import is_out_of_memory
 from lra.training.hardware import Hardware
 from lra.training.progress import Progress
 from lra.training.stopping import Interrupted
-from lra.training.trainer import Diverged, Refused, cut_metrics, is_out_of_memory, resume
+from lra.training.trainer import Diverged, Refused, cut_metrics, resume
 from tests import programs
 from tests.toy import SIZES, ToyModel, run, toy_data
 
