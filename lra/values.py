@@ -204,7 +204,10 @@ def convert(value: Any, hint: Any, key: str) -> Any:
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     elif hint is Path and isinstance(value, str):
-        return Path(value)
+        try:
+            return Path(value).expanduser()
+        except RuntimeError as error:  # ~name of nobody
+            raise ValueError(f"{key}={_show(value)}: {error}") from None
     elif isinstance(hint, type) and type(value) is hint:
         return value
     raise ValueError(f"{key}={_show(value)}: expected {describe_type(hint)}")

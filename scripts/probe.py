@@ -10,7 +10,7 @@ scripts/make_tables.py turns into pictures, and prints:
         the rule that it is most alike, by class too
     accuracy where only the first, the last, or some other tokens are shown
     accuracy after blocks of tokens were shuffled, or tokens within blocks
-    how much outputs change by their distance from a replaced token, before training and after
+    how much outputs change by their distance from a replaced token, fresh and after training
     mean distance of attention, of models that form its weights
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
 import pytest
@@ -76,3 +77,11 @@ def test_other_names_stand_for_keys_and_choices_that_there_are() -> None:
     keys = {key.rpartition(".")[2] for key in flatten(compose_config([]))}
     precisions = set(get_args(get_type_hints(HardwareConfig)["precision"]))
     assert {*SYNONYMS.values()} <= choices | keys | precisions | set(GROUPS)
+
+
+def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/of/someone")
+    assert convert("~/lra", Path, "paths.data") == Path("/home/of/someone/lra")
+    assert convert("data", Path, "paths.data") == Path("data")
+    with pytest.raises(ValueError, match=r"paths.data='?~nobody.here/lra'?: "):
+        convert("~nobody.here/lra", Path, "paths.data")

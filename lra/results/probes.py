@@ -58,7 +58,7 @@ class Influence:
     positions_error: float | None
     logits: float | None  # of the logits, the token so far behind the first; over their spread
     logits_error: float | None
-    untrained: float | None  # `positions` with the weights with which the training began
+    untrained: float | None  # `positions` with fresh weights of the run's seed, without init_from
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def find_tables(folder: Path, splits: Sequence[str] = ("train", "test")) -> Tabl
             fault = "lie in several folders"
         elif listed is None:
             fault = _fault([file.name for file in files])
+            files.sort(key=lambda file: [int(n) for n in _NUMBER.findall(file.name)])
         else:
             fault = ""
             files.sort(key=lambda file: listed.index(file.name))
@@ -191,8 +192,14 @@ def table_rows(file: Path, columns: Sequence[tuple[str, ...]]) -> Iterator[Table
             else:
                 yield from reader
 
+    def checked() -> Iterator[Any]:
+        for batch in batches():
+            # Of a mapped file nothing is checked yet: a wrong offset would read beyond the data.
+            batch.validate(full=True)
+            yield batch
+
     try:
-        yield from arrow_rows(batches(), str(file), columns)
+        yield from arrow_rows(checked(), str(file), columns)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a whole {file.suffix[1:]} file ({error})") from None
 

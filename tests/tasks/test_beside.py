@@ -201,6 +201,17 @@ def test_whole_sets_are_taken(tmp_path: Path, names: list[str]) -> None:
     assert found.left_out == []
 
 
+def test_numbered_tables_are_read_by_number(tmp_path: Path) -> None:
+    folder = tmp_path / "imdb"
+    folder.mkdir()
+    for split in ("train", "test"):
+        for i in range(12):
+            table = pa.table({"text": [f"{split} {i}"] * 2, "label": [0, 1]})
+            pq.write_table(table, folder / f"{split}_{i}.parquet")
+    found = find_tables(folder, ["train", "test"])
+    assert [file.stem for file in found.files["train"]] == [f"train_{i}" for i in range(12)]
+
+
 # --- other files ---
 
 

@@ -423,6 +423,19 @@ def _cut_table(folder: Path, kind: str) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def _wrong_offset(folder: Path) -> None:
+    """The last review of a batch seems to end far beyond the text."""
+    write_tables(folder / "imdb", make_reviews(), "file")
+    file = folder / "imdb/train/data-00000-of-00001.arrow"
+    first = [len(review) for name, review in make_reviews().items() if name.startswith("train")][:7]
+    offsets = np.cumsum([0, *first], dtype="<i4")
+    broken = offsets.copy()
+    broken[-1] += 100_000
+    content = file.read_bytes()
+    assert content.count(offsets.tobytes()) >= 1
+    file.write_bytes(content.replace(offsets.tobytes(), broken.tobytes(), 1))
+
+
 def _both_kinds(folder: Path) -> None:
     write_tables(folder / "imdb", make_reviews())
     write_tables(folder / "imdb", make_reviews(), "stream")
@@ -477,6 +490,7 @@ FAULTS = {
     ),
     "cut parquet": (lambda d: _cut_table(d, "parquet"), ["train-00000-of-00001.parquet", "whole"]),
     "cut arrow": (lambda d: _cut_table(d, "file"), ["data-00000-of-00001.arrow", "whole"]),
+    "arrow offset": (_wrong_offset, ["data-00000-of-00001.arrow", "whole"]),
     "both kinds of tables": (_both_kinds, [".arrow and .parquet", "imdb"]),
     "train table only": (_train_only, ["imdb", "no file of the test split"]),
 }
