@@ -198,7 +198,7 @@ def attempt(
     config, run_dir = plan.config, plan.run_dir
     identity = {"config_hash": plan.config_hash, "seed": config.seed,
                 "data": data.fingerprint, "vocabulary": plan.task.vocabulary_hash()}  # fmt: skip
-    software = {key: environment[key] for key in ("torch", "git_commit")}
+    software = {key: environment[key] for key in ("torch", "git_commit", "git_dirty")}
     try:
         if config.pretrain.objective != "none":
             model = pretrained(plan, data, hardware, progress, lambda: first_weights(plan),

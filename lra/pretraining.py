@@ -233,6 +233,7 @@ def _train(
     except Interrupted as error:
         raise Interrupted(f"phase 1, {error}", error.cause) from None
     state = result.state
+    dirty = {"git_dirty": True} if any(s.get("git_dirty") for s in state.stretches) else {}
     return {
         "objective": own.objective,
         "mask_rate": own.mask_rate,
@@ -251,5 +252,5 @@ def _train(
             examples=state.timed_examples, tokens=state.timed_tokens, max_lr=state.max_lr,
         ),
         "peak_memory_bytes": hardware.peak_memory_bytes(),
-        "hardware": hardware.describe(result.micro_batch_size),
+        "hardware": hardware.describe(result.micro_batch_size) | dirty,
     }  # fmt: skip

@@ -251,7 +251,10 @@ def against_controls(records: list[Record], text: str) -> str:
                       Counter()) for cell in cells]  # fmt: skip
         told.append(f"self-pretraining: {phase_text(pair.cell.runs)}")
         if pair.control:
-            told.append(report([name, f"{model} from scratch, the control"], sides))
+            try:
+                told.append(report([name, f"{model} from scratch, the control"], sides))
+            except ValueError as error:
+                told.append(f"{name} cannot be compared with its control: {error}")
         else:
             command = control_command(pair.cell.runs)
             told.append(f"no control of {name} is on record: {command}")

@@ -155,7 +155,12 @@ def command(record: Record) -> str:
             if here.get(key) != then.get(key) and key.partition(".")[0] not in NO_IDENTITY
         ]
         raise ValueError(f"{record.run_id}: the configs have changed since: {'; '.join(changed)}")
-    return shlex.join(["python", "run.py", *record.overrides])
+    words = list(record.overrides)
+    threads = record.hardware.get("num_threads")
+    is_set = any(word.lstrip("+").startswith("hardware.num_threads=") for word in words)
+    if record.hardware.get("device") == "cpu" and threads and not is_set:
+        words.append(f"hardware.num_threads={threads}")  # chosen by the machine or the sweep
+    return shlex.join(["python", "run.py", *words])
 
 
 def diff(a: Record, b: Record) -> str:

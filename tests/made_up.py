@@ -76,10 +76,12 @@ def make_record(
     if accuracy is None:
         accuracy = ACCURACY[task]
     n = NUM_TEST[task]
-    if correct is None:
-        # The first so many are right: exact accuracy, and any two runs overlap.
+    if correct is None and abs(accuracy * n - round(accuracy * n)) < 1e-6:
+        # The first so many are right, so any two runs overlap. A printed figure that no number of
+        # examples gives stands alone.
         correct = np.arange(n) < round(accuracy * n)
-    test = SplitResult(accuracy, 1.5, n, pack_correct(correct))
+    bits = None if correct is None else pack_correct(correct)
+    test = SplitResult(accuracy if correct is None else float(correct.mean()), 1.5, n, bits)
     result = RunResult(STEPS[task] // 2, SplitResult(min(accuracy + 0.01, 1), 1.4, n), test)
     finished = status in ("completed", "at_chance")
     values: dict[str, Any] = {

@@ -200,9 +200,12 @@ def test_a_change_of_precision_within_a_run_stands_in_its_record(
             os.kill(os.getpid(), signal.SIGTERM)
         return forward(self, *inputs)
 
+    here = records.environment()
     with monkeypatch.context() as patch:
         patch.setattr(SoftmaxAttention, "forward", stops)
+        patch.setattr(records, "environment", lambda: here | {"git_dirty": True})
         stopped = run(tmp_path, hardware=bf16)
+    monkeypatch.setattr(records, "environment", lambda: here | {"git_dirty": False})
     assert stopped.status == "interrupted" and "stretches" not in stopped.hardware
     assert "computed otherwise" not in capsys.readouterr().out
     record = run(tmp_path)
@@ -212,6 +215,7 @@ def test_a_change_of_precision_within_a_run_stands_in_its_record(
     assert (first["from_step"], first["precision"]) == (1, "bf16")
     assert (second["from_step"], second["precision"]) == (4, "float32")
     assert first["torch"] == second["torch"] == record.environment["torch"]
+    assert (first["git_dirty"], second["git_dirty"]) == (True, False) and record.dirty
     assert f"{second['name']}, bf16 then {second['name']}, float32, 1 th" in record.device_text
     (path,) = (tmp_path / "results/runs/toy/softmax").glob("*.json")
     assert records.load(path) == record and not records.problems(record, path)

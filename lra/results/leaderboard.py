@@ -7,7 +7,6 @@ stand beside their controls.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections import defaultdict
@@ -46,8 +45,9 @@ MARKS = {
     "p": "pixels read as real numbers, where the benchmark has ids; never ranked against those",
     "c": "rows and columns of pixels as positions, outside the benchmark's rules; never ranked",
     "s": "self-pretrained, which the arena forbids; never ranked",
+    "i": "went on from the weights of another run (init_from); never ranked",
 }
-UNRANKED = frozenset("rpcs")  # marks of cells that are set beside others and never above them
+UNRANKED = frozenset("rpcsi")  # marks of cells that are set beside others and never above them
 NOT_SHOWN = ("partial", "synthetic")  # kinds of data whose figures are no result of the benchmark
 REAL = "real pixels"  # the same where a mark has no legend
 SELF_PRETRAINED = "self-pretrained"
@@ -128,7 +128,7 @@ class Cell:
         found = {
             "a": any(not r.apples_to_apples for r in self.runs),
             "r": any(r.protocol.budget == "reduced" for r in self.runs),
-            "d": any(r.environment.get("git_dirty") for r in self.runs),
+            "d": any(r.dirty for r in self.runs),
             "g": any(r.protocol.data == "generated" for r in self.runs),
             "t": any(r.protocol.validation == "test" for r in self.runs),
             "b": any(self.is_above(rule) is False for rule in self.rules),
@@ -136,6 +136,7 @@ class Cell:
             "p": any(r.inputs == "real" for r in self.runs),
             "c": any(r.knows_columns for r in self.runs),
             "s": self.pretrained,
+            "i": any(r.config.get("init_from") for r in self.runs),
         }
         return "".join(letter for letter, holds in found.items() if holds)
 
@@ -154,13 +155,12 @@ class Cell:
 
     @functools.cached_property
     def correct(self) -> dict[int, np.ndarray]:
-        """By seed, which test examples were right; without records that do not, or wrongly, say."""
+        """By seed, which test examples were right; without records that do not say."""
         found = {}
         for run in self.runs:
             test = run.result.test if run.result else None
             if test and test.correct is not None:
-                with contextlib.suppress(ValueError):  # `records.py validate` names it
-                    found[run.seed] = unpack_correct(test.correct, test.num_examples)
+                found[run.seed] = unpack_correct(test.correct, test.num_examples)
         return found
 
     def against(self, other: Cell) -> Comparison | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lra.console import percent
 from lra.results.figures import COLORS, DASHES, encode, equal_heights, make_panels
 from lra.results.floors import Floors
-from lra.results.leaderboard import Options
+from lra.results.leaderboard import LEFT_OUT, Options, why_left_out
 from lra.results.probes import Influence, Probes
 from lra.results.published import task_title
 from lra.results.records import Record
@@ -43,7 +43,10 @@ Run = tuple[Probes, Record]
 def beside_records(
     probes: Iterable[Probes], records: Iterable[Record], options: Options
 ) -> tuple[list[Run], list[str]]:
-    """Probes of the runs that are wanted, with their records; a message for each without one."""
+    """Probes of the runs that are wanted, with their records; a message for each that has none.
+
+    Those of runs that are no result are left out with a message, too.
+    """
     by_run = {(r.run_id, r.task, r.data.get("fingerprint")): r for r in records}
     found, messages = [], []
     for p in probes:
@@ -51,6 +54,11 @@ def beside_records(
         if record is None:
             messages.append(
                 f"probes/{p.run_id}.json: no record of this run on the same data; not drawn"
+            )
+        elif (why := why_left_out(record, include_reduced=True)) is not None:
+            messages.append(
+                f"probes/{p.run_id}.json: of a run that is no result ({LEFT_OUT[why].lower()}); "
+                "not drawn"
             )
         elif (
             (not options.tasks or p.task in options.tasks)

@@ -137,6 +137,7 @@ class Pretraining:
             raise ValueError(f"pretraining.mask_rate={self.mask_rate}: expected 0 < rate < 1")
         if not re.fullmatch("[0-9a-f]+", self.identity):
             raise ValueError(f"pretraining.identity={self.identity!r}: expected a hash")
+        stretches_of(self.hardware, "pretraining.hardware")
 
 
 @dataclass(frozen=True)
@@ -186,15 +187,18 @@ class Record:
             )
         if (self.result is None) == (self.status in ("completed", "at_chance")):
             raise ValueError(f"status={self.status!r} does not go with result={self.result}")
+        for section in ("task", "model", "shape", "train", "pretrain"):
+            if not isinstance(self.config.get(section, {}), dict):
+                raise ValueError(
+                    f"config.{section}={self.config[section]!r:.60}: expected an object"
+                )
         asked = self.config.get("pretrain")
         if self.result and (asked is None) != (self.pretraining is None):
             there = "no such block" if self.pretraining is None else "such a block"
             raise ValueError(f"pretraining: {there} does not go with config.pretrain={asked}")
         if any(positions < 0 for positions in self.reach):
             raise ValueError(f"reach={self.reach}: expected positions of at least 0")
-        stretches = self.hardware.get("stretches", [])
-        if not isinstance(stretches, list) or not all(isinstance(s, dict) for s in stretches):
-            raise ValueError(f"hardware.stretches={stretches!r}: expected a list of objects")
+        stretches_of(self.hardware, "hardware")
 
     @property
     def name(self) -> str:
@@ -210,6 +214,14 @@ class Record:
     def knows_columns(self) -> bool:
         """Whether the model is told rows and columns of pixels, as the benchmark's rules forbid."""
         return self.config.get("shape", {}).get("positions") == "rotary_2d"
+
+    @property
+    def dirty(self) -> bool:
+        """Whether any step was made from a source tree with uncommitted changes."""
+        blocks = [self.environment, *stretches_of(self.hardware, "hardware")]
+        if first := self.pretraining:
+            blocks += [first.hardware, *stretches_of(first.hardware, "pretraining.hardware")]
+        return any(block.get("git_dirty") for block in blocks)
 
     @property
     def device_text(self) -> str:
@@ -232,6 +244,18 @@ class Record:
         if self.pretraining is None:
             del values["pretraining"]
         return json.dumps(_finite(values), indent=1, allow_nan=False) + "\n"
+
+
+def stretches_of(hardware: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Steps that were computed in several ways, as a `hardware` block has them; else none.
+
+    Raises:
+        ValueError: they are no such list; `where` names the block.
+    """
+    found = hardware.get("stretches", [])
+    if not isinstance(found, list) or not all(isinstance(s, dict) for s in found):
+        raise ValueError(f"{where}.stretches={found!r}: expected a list of objects")
+    return found
 
 
 def _finite(value: Any) -> Any:
@@ -298,8 +322,9 @@ def load(path: Path) -> Record:
     """Read and check one record.
 
     Raises:
-        ValueError: not JSON, an unknown or missing field, a wrong type, or another schema version;
-            names the file and the field. `Newer`, if the version is above this program's.
+        ValueError: not JSON, an unknown or missing field, a wrong type, an accuracy that the test
+            results contradict, or another schema version; names the file and the field. `Newer`, if
+            the version is above this program's.
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
@@ -318,6 +343,7 @@ def load(path: Path) -> Record:
         )
     try:
         record = fill(Record, values)
+        check_correct(record)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     object.__setattr__(record, "number", number_of(path, record.run_id) or 1)
@@ -343,7 +369,7 @@ def load_all(results_dir: Path) -> tuple[list[Record], list[str]]:
 
 
 def problems(record: Record, path: Path) -> list[str]:
-    """What does not fit together in a readable record: place, hash, phases, times, test results."""
+    """What does not fit together in a readable record: place, hash, phases, times."""
     found = []
     if path.parts[-3:] != record_path(Path(), record.task, record.model, record.name).parts[1:]:
         found.append(f"holds task {record.task}, model {record.model}, run {record.run_id}")
@@ -363,17 +389,22 @@ def problems(record: Record, path: Path) -> list[str]:
             datetime.datetime.fromisoformat(getattr(record, name))
         except ValueError:
             found.append(f"{name}={getattr(record, name)!r}: not a time")
+    return found
+
+
+def check_correct(record: Record) -> None:
+    """See that the test accuracy is that of the test examples, where the record has them.
+
+    Raises:
+        ValueError: it is not, or they cannot be read.
+    """
     test = record.result.test if record.result else None
     if test and test.correct is not None:
-        try:
-            correct_N = unpack_correct(test.correct, test.num_examples)
-        except ValueError as error:
-            return [*found, str(error)]
+        correct_N = unpack_correct(test.correct, test.num_examples)
         if abs(correct_N.mean() - test.accuracy) > 1e-9:
-            found.append(
+            raise ValueError(
                 f"accuracy={test.accuracy}, but {correct_N.sum()} of {len(correct_N)} right"
             )
-    return found
 
 
 def pack_correct(correct_N: np.ndarray) -> str:

@@ -170,7 +170,7 @@ def left_out_table(runs: Sequence[Record]) -> Table:
         told = [r.protocol.data] * (r.protocol.data != "files")
         data = ", ".join(told + [REAL] * (r.inputs == "real"))
         settings = " ".join(o for o in r.overrides if not o.startswith(TOLD_ELSEWHERE))
-        dirty = MARKS["d"] if r.environment.get("git_dirty") else ""
+        dirty = MARKS["d"] if r.dirty else ""
         message = "; ".join(filter(None, [r.message, dirty]))
         cells = [str(r.seed), settings, figure, data, message, r.name]
         rows.append([r.task, r.model, r.recipe, *cells])
@@ -183,13 +183,14 @@ def best_cells(
 ) -> frozenset[tuple[int, int]]:
     """The top cell of each column that is clearly above every other, if there is one.
 
-    Failed cells, reduced budgets and models that know rows and columns of pixels are not ranked,
-    nor are cells of models that read pixels as numbers where others have ids.
+    Failed cells, reduced budgets, runs that went on from others and models that know rows and
+    columns of pixels are not ranked, nor are cells of models that read pixels as numbers where
+    others have ids.
     """
     best = set()
     for j, task in enumerate(tasks):
         cells = [(i, row.cells[task]) for i, row in enumerate(rows) if task in row.cells]
-        ranked = [(i, c) for i, c in cells if not c.failed and not set(c.marks) & set("rc")]
+        ranked = [(i, c) for i, c in cells if not c.failed and not set(c.marks) & set("rci")]
         ranked = [(i, c) for i, c in ranked if "p" not in c.marks] or ranked
         ranked.sort(key=lambda item: -item[1].mean)
         if len(ranked) > 1 and all(ranked[0][1].clearly_above(c) for _, c in ranked[1:]):

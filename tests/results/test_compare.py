@@ -243,6 +243,16 @@ def test_self_pretraining_is_compared_with_its_control_only_when_asked_for(tmp_p
     done = command("luna:pretrain=masked", "--control", "task=listops", here)
     assert "difference              +40.00 points" in done.stdout and "seeds 0, 1" in done.stdout
     assert "no such seed of the other model: 2" in done.stdout and "stands out" in done.stdout
+    # A setting whose control has other seeds keeps nothing from the reader of the others.
+    wide = {"shape.d_model": 128}
+    save(make_record(seed=0, accuracy=0.9, pretrain="masked", overrides=wide), tmp_path)
+    save(make_record(seed=5, accuracy=0.5, overrides=long | wide), tmp_path)
+    done = command("luna", "--control", "task=listops", here)
+    assert done.returncode == 0, done.stderr
+    assert "luna d_model=128 cannot be compared with its control: no common seed: [0] and [5]" in (
+        done.stdout
+    )
+    assert "difference              +40.00 points" in done.stdout
     for words, message in (
         (
             ["softmax", "--control", "task=listops"],

@@ -30,7 +30,7 @@ from lra.results.published import FAIL, GUESSES, TASKS, load_published
 from lra.results.records import Protocol, Record, pack_correct
 from lra.results.settings import setting_text
 from lra.results.task_table import task_table
-from tests.made_up import make_record, markdown_rows, sixty_records
+from tests.made_up import NUM_TEST, make_record, markdown_rows, sixty_records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -294,10 +294,9 @@ def test_one_seed_other_seeds_or_other_data_are_never_bold() -> None:
     elsewhere = [dataclasses.replace(r, data=r.data | {"fingerprint": "f" * 64}) for r in low]
     assert bold(best + elsewhere) == []
     assert low[0].result and low[1].result
-    for correct in (None, "AAAA"):  # a record that does not, or wrongly, say which were right
-        test = dataclasses.replace(low[1].result.test, correct=correct)
-        silent = dataclasses.replace(low[1], result=dataclasses.replace(low[1].result, test=test))
-        assert bold([*best, low[0], silent]) == []
+    test = dataclasses.replace(low[1].result.test, correct=None)  # does not say which were right
+    silent = dataclasses.replace(low[1], result=dataclasses.replace(low[1].result, test=test))
+    assert bold([*best, low[0], silent]) == []
 
 
 def test_failed_and_reduced_cells_are_not_ranked() -> None:
@@ -314,12 +313,43 @@ def test_a_complete_row_that_is_never_ranked_stands_behind_those_that_are() -> N
     assert [row.model for row in build(records + best).rows] == ["luna", "softmax"]
     best[3].config["shape"]["input"] = "real"
     assert [row.model for row in build(records + best).rows] == ["softmax", "luna"]
+    best[3].config["shape"]["input"] = "ids"
+    best[3].config["init_from"] = "outputs/a"
+    assert [row.model for row in build(records + best).rows] == ["softmax", "luna"]
+
+
+def test_a_run_that_went_on_from_another_is_marked_and_never_bold() -> None:
+    others = seeds("softmax", 0.37, 0.37, 0.38)
+    best = seeds("luna", 0.41, 0.42, 0.42)
+    assert bold(best + others) == ["41.67 ± 0.58 (3)"]
+    for record in best:
+        record.config["init_from"] = "outputs/a"
+    assert bold(best + others) == []
+    assert "41.67 ± 0.58 (3) [i]" in tables.results_section(build(best + others))
+
+
+def test_a_step_with_uncommitted_changes_marks_the_run_whatever_came_later() -> None:
+    both = {"stretches": [{"from_step": 1, "git_dirty": True}, {"from_step": 9}]}
+    record = make_record(pretrain="masked")
+    assert not record.dirty and dataclasses.replace(record, hardware=record.hardware | both).dirty
+    first = record.pretraining
+    assert first is not None
+    for hardware in ({"git_dirty": True}, both):
+        of_phase = dataclasses.replace(
+            record, pretraining=dataclasses.replace(first, hardware=hardware)
+        )
+        assert of_phase.dirty and build([of_phase]).pretrained[0].cell.marks == "ads"
 
 
 def test_means_of_several_tasks_are_never_bold() -> None:
-    records = [r for t in TASKS for m, a in (("luna", 0.9), ("softmax", 0.2))
-               for r in seeds(m, a, a, task=t)]  # fmt: skip
-    assert bold(records) == ["90.00 ± 0.00 (2)"] * 6
+    records = [
+        record
+        for task, n in NUM_TEST.items()
+        for model, right in (("luna", round(0.9 * n)), ("softmax", round(0.2 * n)))
+        for record in seeds(model, right / n, right / n, task=task)
+        if task in TASKS
+    ]
+    assert bold(records) == ["90.00 ± 0.00 (2)"] * 6  # each of one task
 
 
 def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:

@@ -33,6 +33,26 @@ def test_probes_go_with_a_record_of_the_same_run_and_data() -> None:
         assert probe_figures.beside_records([probes], [RECORD], options) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"data": "synthetic"}, "synthetic data"),
+        ({"data": "partial"}, "partial data"),
+        ({"status": "failed"}, "failed"),
+    ],
+)
+def test_probes_of_what_is_no_result_are_named_and_not_drawn(
+    fields: dict[str, Any], why: str
+) -> None:
+    record = make_record(**fields)
+    runs, (message,) = probe_figures.beside_records([make_probes(record)], [record], Options())
+    assert runs == [] and message == (
+        f"probes/{record.run_id}.json: of a run that is no result ({why}); not drawn"
+    )
+    short = make_record(budget="reduced")
+    assert probe_figures.beside_records([make_probes(short)], [short], Options())[1] == []
+
+
 @needs_matplotlib
 def test_both_figures_of_a_task_are_the_same_bytes_twice() -> None:
     runs = [(make_probes(RECORD, reach=4), RECORD)]

@@ -293,6 +293,29 @@ def test_a_number_that_no_run_would_give_is_a_complaint(tmp_path: Path, wrong: s
     assert "holds task listops" in command(tmp_path, "validate").stdout
 
 
+@pytest.mark.parametrize("section", ["shape", "pretrain", "train"])
+@pytest.mark.parametrize("value", [None, [], "x"])
+def test_a_config_with_no_object_for_a_section_is_named(
+    tmp_path: Path, section: str, value: object
+) -> None:
+    record = make_record()
+    path = write(tmp_path, record, config=record.config | {section: value})
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))}: config\.{section}=.*an object"):
+        load(path)
+
+
+def test_an_accuracy_that_the_test_results_contradict_never_reaches_a_table(tmp_path: Path) -> None:
+    result = json.loads(make_record().to_json())["result"]
+    result["test"]["accuracy"] = 0.95
+    path = write(tmp_path, make_record(), result=result)
+    assert load_all(tmp_path) == (
+        [], [f"skipped {path}: accuracy=0.95, but 740 of 2000 right"])  # fmt: skip
+    result["test"] |= {"accuracy": 0.37, "correct": "AAAA"}
+    write(tmp_path, make_record(), result=result)
+    assert load_all(tmp_path) == (
+        [], [f"skipped {path}: correct: 24 bits do not hold 2000 examples"])  # fmt: skip
+
+
 def test_command_makes_the_same_run_or_says_what_has_changed(tmp_path: Path) -> None:
     words = ["model=luna", "task=listops", "task.path='/data/a b'", "train.lr=3e-4", "seed=2"]
     config = resolved(typed(compose_config(words)))
@@ -300,7 +323,16 @@ def test_command_makes_the_same_run_or_says_what_has_changed(tmp_path: Path) -> 
         make_record(), config=config, config_hash=config_hash(config), overrides=words
     )
     done = command(tmp_path, "command", save(record, tmp_path))
-    assert done.returncode == 0 and shlex.split(done.stdout) == ["python", "run.py", *words]
+    assert done.returncode == 0 and shlex.split(done.stdout) == [
+        "python",
+        "run.py",
+        *words,
+        "hardware.num_threads=4",
+    ]  # as the machine had chosen
+    record.overrides.append("hardware.num_threads=2")
+    done = command(tmp_path, "command", save(record, tmp_path))
+    assert "hardware.num_threads=2" in done.stdout and "=4" not in done.stdout
+    record.overrides.pop()
 
     older = config | {"train": config["train"] | {"lr": 1e-4}, "paths": {}}
     edited = dataclasses.replace(record, config=older, config_hash=config_hash(older))
