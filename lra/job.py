@@ -34,7 +34,7 @@ from lra.training.optim import describe_groups
 from lra.training.progress import Progress
 from lra.training.stopping import Interrupted
 from lra.training.trainer import Diverged, Refused, Result, train
-from lra.training.weights import selected_weights
+from lra.training.weights import ancestry, selected_weights
 from models.classifier import Classifier
 
 EXIT_CODES = {
@@ -152,7 +152,8 @@ def first_weights(plan: Plan) -> Classifier:
     """The model as training begins: its seed's weights, or those of `init_from`.
 
     Raises:
-        ValueError: the config does not fit the model, or the weights do not.
+        ValueError: the config does not fit the model, or the weights do not, or they have learned
+            from examples that are to be validated or tested on.
     """
     config = plan.config
     seed_everything(config.seed)
@@ -160,7 +161,11 @@ def first_weights(plan: Plan) -> Classifier:
     model.encoder.checkpoint_layers = config.hardware.activation_checkpointing
     if config.init_from:
         try:
-            model.load_state_dict(selected_weights(Path(config.init_from), model))
+            source, vocabulary = Path(config.init_from), plan.task.vocabulary_hash()
+            model.load_state_dict(selected_weights(source, model, vocabulary))
+            for earlier in ancestry(source):
+                if shared := plan.task.overlaps(earlier.get("task", {})):
+                    raise ValueError(f"{shared}; set another task.generator_seed")
         except ValueError as error:
             raise ValueError(f"init_from={config.init_from}: {error}") from None
     return model

@@ -504,6 +504,27 @@ def test_evaluate_only_and_starting_from_weights(
     assert len(list((tmp_path / "results/runs/toy/softmax").glob("*.json"))) == 2
 
 
+def test_no_run_goes_on_from_weights_that_have_seen_its_test_examples(tmp_path: Path) -> None:
+    """Generated ListOps of other sizes shares examples; a run between does not hide it."""
+
+    def words(num_train: int, seed: int = 0) -> dict[str, Any]:
+        limits = {"max_depth": 3, "max_args": 3,
+                  "min_tree_length": 3, "max_tree_length": 12}  # fmt: skip
+        return {"_target_": "lra.tasks.listops.ListOps", "source": "generated", "max_length": 12,
+                "generator_seed": seed, "num_train": num_train, "num_val": 8,
+                "num_test": 8} | limits  # fmt: skip
+
+    first = run(tmp_path, task=words(40))
+    folder = tmp_path / "outputs" / first.run_id
+    message = "8 of the 8 val and 2 of the 8 test examples are among those of the other training"
+    for source in (folder, folder / "checkpoints/step-00000008.pt"):
+        with pytest.raises(ValueError, match=f"init_from={source}: {message}"):
+            run(tmp_path, task=words(30), init_from=str(source))
+    other = run(tmp_path, task=words(30, seed=1), init_from=str(folder))
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, task=words(30), init_from=str(tmp_path / "outputs" / other.run_id))
+
+
 def test_weights_are_not_read_with_another_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

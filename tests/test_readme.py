@@ -206,8 +206,9 @@ def small_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     release = folder / "lra_release"
     (release / "listops-1000").mkdir(parents=True)
     (release / "tsv_data").mkdir()
-    for split, aan in (("train", "train"), ("val", "eval"), ("test", "test")):
-        rows = "".join(f"( ( [MAX {i} ) 0 ) ] )\t{i}\r\n" for i in range(10))
+    for first, (split, aan) in enumerate((("train", "train"), ("val", "eval"), ("test", "test"))):
+        digits = [*range(first, 10), *range(first)]
+        rows = "".join(f"( ( [MAX {i} ) 0 ) ] )\t{i}\r\n" for i in digits)
         (release / f"listops-1000/basic_{split}.tsv").write_text(f"Source\tTarget\r\n{rows}")
         pairs = "".join(f"{i % 2}.0\tA{i}\tB{i}\tone {i} {split}\ttwo {i}\n" for i in range(10))
         (release / f"tsv_data/new_aan_pairs.{aan}.tsv").write_text(pairs)

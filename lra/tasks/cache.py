@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -22,7 +23,7 @@ import numpy as np
 from lra.console import counting
 from lra.files import check_writable, locked, way_out, write_atomically
 from lra.tasks.batches import ARRAYS, SplitWriter, TokenArrays, file_sha256
-from lra.tasks.beside import shortened
+from lra.tasks.beside import listing, shortened
 from lra.tasks.task import SPLITS, Task
 from lra.tasks.workers import available_cores
 
@@ -277,6 +278,7 @@ def open_dataset(task: Task, folder: Path, fingerprint: str) -> Dataset:
                     f"{folder}: {split} has {len(arrays)} examples, its meta.json says "
                     f"{meta['splits'][split]['num_examples']}; delete the folder and prepare again"
                 )
+        copies(task, meta["splits"])
         _check_once(Dataset(**splits, meta=meta, folder=folder))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(
@@ -320,6 +322,30 @@ def oddities(report: dict[str, Any]) -> list[str]:
     if absent := [c for c, count in enumerate(report["label_histogram"]) if not count]:
         found.append(f"no example of class {', '.join(map(str, absent))}")
     return found
+
+
+def copies(task: Task, reports: dict[str, Any]) -> str:
+    """Which two splits have the same examples in the same order, in words; empty if none have.
+
+    Not val and test where the protocol validates on test.
+
+    Raises:
+        ValueError: the data were read from files: one of them lies in another's place.
+    """
+    for first, second in itertools.combinations(SPLITS, 2):
+        is_meant = first == "val" and task.protocol.get("validation") == "test"
+        if is_meant or reports[first]["sha256"] != reports[second]["sha256"]:
+            continue
+        count = reports[first]["num_examples"]
+        found = f"{first} and {second} have the same {count:,} examples in the same order"
+        if task.kind != "files":
+            return found
+        files = listing(task.source_files())
+        raise ValueError(
+            f"task '{task.name}': {found}{f' (read from {files})' if files else ''}; expected "
+            "examples of its own in each split: has a file been copied over another?"
+        )
+    return ""
 
 
 def truncation(task: Task, split: str, report: dict[str, Any]) -> str:
@@ -411,6 +437,8 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 print(f"  task '{task.name}', {split}: {remark}", file=sys.stderr)
             report["skipped"] = task.skipped[split]
             meta["splits"][split] = report
+        if remark := copies(task, meta["splits"]):
+            task.remarks.append(remark)
         if left_out := task.left_out():
             task.remarks.append(f"not read ({len(left_out)}): {shortened(left_out)}")
         meta["remarks"] = task.remarks

@@ -25,6 +25,8 @@ _NUMBER = re.compile(r"[0-9]+")
 _SHARD = re.compile(r"-([0-9]+)-of-([0-9]+)")
 _PLAIN_NAME = re.compile(r"(?!.*(?:-checkpoint|[-_.](?:copy|bak|backup|old|orig)\b))[\w.,=+-]+")
 _LEFTOVER = re.compile(r"(?:cache-|tmp)")
+_NOT_UTF8 = re.compile(r"Invalid UTF8 sequence at string index ([0-9]+)")  # pyarrow's words
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _HUB_TIMEOUT_S = 5
 _INSTALL_HUB = "run: pip install -e '.[hub]'"
 
@@ -172,7 +174,8 @@ def table_rows(file: Path, columns: Sequence[tuple[str, ...]]) -> Iterator[Table
     Text comes as its UTF-8 bytes, of whatever type the column is.
 
     Raises:
-        ValueError: pyarrow is missing, or the file is damaged or lacks a column; names the file.
+        ValueError: pyarrow is missing, or the file is damaged or lacks a column; names the file,
+            and the row where a text is not UTF-8 or a value is none that Python has.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{file}: reading it needs the package pyarrow; {_INSTALL_HUB}")
@@ -193,13 +196,30 @@ def table_rows(file: Path, columns: Sequence[tuple[str, ...]]) -> Iterator[Table
                 yield from reader
 
     def checked() -> Iterator[Any]:
+        row = 0
         for batch in batches():
-            # Of a mapped file nothing is checked yet: a wrong offset would read beyond the data.
-            batch.validate(full=True)
+            batch.validate()
+            for column, values in zip(batch.schema.names, batch.columns, strict=True):
+                # Nothing of a mapped file is checked yet: a wrong offset would read beyond it.
+                try:
+                    values.validate(full=True)
+                except pa.ArrowInvalid as error:
+                    if "UTF8" not in str(error):
+                        raise
+                    # Within a record or a dictionary, it counts otherwise.
+                    place = _NOT_UTF8.fullmatch(str(error))
+                    last = row + batch.num_rows - 1
+                    rows = f"row {row + int(place[1])}" if place else f"rows {row} to {last}"
+                    raise ValueError(
+                        f"{file}, {rows}: text that is not UTF-8 in the column {column}"
+                    ) from None
+            row += batch.num_rows
             yield batch
 
     try:
         yield from arrow_rows(checked(), str(file), columns)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: the name of a column is not UTF-8 ({error})") from None
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file}: not a whole {file.suffix[1:]} file ({error})") from None
 
@@ -218,14 +238,31 @@ def arrow_rows(
                 raise ValueError(
                     f"{name}: no column {' or '.join(names)}; it has {', '.join(known)}"
                 )
-            values = _plain(batch.column(present[0])).to_pylist()
+            listed = _as_list(_plain(batch.column(present[0])), name, row, present[0])
             if names_ := _class_names(batch.schema, present[0]):
-                is_known = [type(v) is int and 0 <= v < len(names_) for v in values]
-                values = [names_[v] if k else v for v, k in zip(values, is_known, strict=True)]
-            chosen.append(values)
+                is_known = [type(v) is int and 0 <= v < len(names_) for v in listed]
+                listed = [names_[v] if k else v for v, k in zip(listed, is_known, strict=True)]
+            chosen.append(listed)
         for values in zip(*chosen, strict=True):
             yield f"{name}, row {row}", values
             row += 1
+
+
+def _as_list(values: Any, name: str, first_row: int, column: str) -> list[Any]:
+    """A column's values as Python's own; the others are for the message.
+
+    Raises:
+        ValueError: one is none that Python has, such as a day beyond its calendar; names the row.
+    """
+    try:
+        return values.to_pylist()
+    except (ValueError, OverflowError):
+        for row, value in enumerate(values, start=first_row):
+            try:
+                value.as_py()
+            except (ValueError, OverflowError) as error:
+                raise ValueError(f"{name}, row {row}: column {column}: {error}") from None
+        raise
 
 
 def _plain(values: Any) -> Any:
@@ -277,13 +314,21 @@ def class_of(where: str, value: Any, names: Sequence[tuple[str, ...]]) -> int:
     )
 
 
-def hub_tables(name: str, revision: str | None) -> dict[str, Iterator[Any]]:
-    """Pyarrow tables of `train` and `test` of a data set of the Hugging Face hub.
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision of the hub is a commit in full, which never stands for other data."""
+    return _COMMIT.fullmatch(revision or "") is not None
 
-    A local copy is taken when the hub cannot be reached.
+
+def hub_tables(name: str, revision: str | None) -> tuple[dict[str, Iterator[Any]], str | None]:
+    """Pyarrow tables of `train` and `test` of a data set of the Hugging Face hub, and its commit.
+
+    The commit is None where the library does not say which it took, as for a local folder. When the
+    hub cannot be reached, the library takes its latest local copy, whatever the revision (issue
+    7928 of huggingface/datasets).
 
     Raises:
-        ValueError: `datasets` is missing, there is neither hub nor copy, or a split is missing.
+        ValueError: `datasets` is missing, there is neither hub nor copy, the copy is of another
+            commit than `revision`, or a split is missing.
     """
     if importlib.util.find_spec("datasets") is None:
         raise ValueError(f"task.source=hub needs the package datasets; {_INSTALL_HUB}")
@@ -311,9 +356,24 @@ def hub_tables(name: str, revision: str | None) -> dict[str, Iterator[Any]]:
             f"task.source=hub: '{name}' has no split {' and no '.join(missing)}; "
             f"it has {', '.join(data)}"
         )
-    return {
+    commit = _commit(data["train"])
+    if is_commit(revision) and commit not in (None, revision):
+        raise ValueError(
+            f"task.hub_revision={revision}: the local copy of '{name}' is of commit {commit}, and "
+            f"{endpoint} is {state}; fetch that revision where there is a network, or set "
+            f"task.hub_revision={commit}"
+        )
+    tables = {
         split: data[split].with_format("arrow").iter(batch_size=1024) for split in ("train", "test")
     }
+    return tables, commit
+
+
+def _commit(data: Any) -> str | None:
+    """The commit of the hub that a data set is of: the library calls its copy's folder so."""
+    names = {Path(file["filename"]).parent.name for file in data.cache_files}
+    name = names.pop() if len(names) == 1 else None
+    return name if is_commit(name) else None
 
 
 def _unreachable(endpoint: str) -> str:

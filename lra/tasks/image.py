@@ -363,7 +363,6 @@ def read_picture(where: str, picture: Any, label: Any, to_grey: Grey) -> Row:
         ValueError: no PNG file of 32 x 32 pixels in RGB, or the label is out of range.
     """
     from PIL import Image as PillowImage
-    from PIL import UnidentifiedImageError
 
     number = class_of(where, label, CLASSES)
     png = picture.get("bytes") if isinstance(picture, dict) else picture
@@ -371,12 +370,16 @@ def read_picture(where: str, picture: Any, label: Any, to_grey: Grey) -> Row:
         raise ValueError(f"{where}: no picture in the row, expected the bytes of a PNG file")
     try:
         with PillowImage.open(io.BytesIO(png), formats=["PNG"]) as image:
-            if image.size != (SIDE, SIDE) or image.mode != "RGB":
-                raise ValueError(
-                    f"{where}: a picture of {image.width} x {image.height} in {image.mode}, "
-                    f"expected {SIDE} x {SIDE} in RGB"
-                )
-            rgb_P3 = np.asarray(image).reshape(NUM_PIXELS, 3)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{where}: not a whole PNG picture ({error})") from None
+            size, mode = image.size, image.mode
+            # Of the right size only: others may be meant to fill the memory.
+            is_right = size == (SIDE, SIDE) and mode == "RGB"
+            rgb_P3 = np.asarray(image).reshape(NUM_PIXELS, 3) if is_right else None
+    except Exception as error:  # Pillow refuses pictures in many ways
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where}: not a whole PNG picture ({reason})") from None
+    if rgb_P3 is None:
+        raise ValueError(
+            f"{where}: a picture of {size[0]} x {size[1]} in {mode}, expected {SIDE} x {SIDE} in "
+            "RGB"
+        )
     return to_grey(*rgb_P3.T).tobytes(), number

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import filecmp
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -227,6 +227,49 @@ class ListOps(GeneratedTask):
         for values, label in rows:
             yield Example((values,), label)
 
+    def overlaps(self, other: Mapping[str, Any]) -> str:
+        """Likewise: generated splits are slices of one row of distinct expressions, train first.
+
+        Those of other sizes share as many expressions as the slices have numbers in common; a limit
+        takes an unknown part of these.
+        """
+        try:
+            theirs = self._with(other)
+            if self.kind == "files" or self._stream != theirs._stream:
+                return ""
+        except (AttributeError, TypeError, ValueError, OSError):
+            return ""  # no preparation of this task, or nobody knows of what
+        num_seen, start, found = theirs.sizes["train"], self.sizes["train"], []
+        for split in ("val", "test"):
+            size, limit = self.sizes[split], getattr(self, f"limit_{split}")
+            shared = min(start + size, num_seen) - start
+            if shared > 0:
+                read = min(size, limit or size)
+                most = min(shared, read, theirs.limit_train or shared)
+                about = "up to " if limit or theirs.limit_train else ""
+                found.append(f"{about}{most:,} of the {read:,} {split}")
+            start += size
+        if not found:
+            return ""
+        return (
+            f"{' and '.join(found)} examples are among those of the other training "
+            f"(task.num_train={num_seen} there, {self.sizes['train']} here; generated splits are "
+            "slices of one row of expressions)"
+        )
+
+    def _with(self, config: Mapping[str, Any]) -> ListOps:
+        """The task that has these keys of the yaml, as far as they decide which examples it has.
+
+        Raises:
+            AttributeError, TypeError, ValueError: it is of another task, or no such mapping.
+        """
+        target = str(config.get("_target_") or type(self).__name__)
+        if target.rpartition(".")[2] != type(self).__name__:
+            raise ValueError(f"task._target_={target}: expected {type(self).__name__}")
+        keys = ("source", "path", *GENERATOR_KEYS, "limit_train")
+        given = {key: config[key] for key in keys if config.get(key) is not None}
+        return type(self)(data_dir=self.data_dir, **given)
+
     def ladder(self, train: TokenArrays) -> Sequence[Rule]:
         """What following the outer levels of an expression gives; nothing for the stand-in."""
         return ladder(train) if self.kind != "synthetic" else []
@@ -262,6 +305,11 @@ class ListOps(GeneratedTask):
     def decode(self, values: np.ndarray) -> str:
         """Raw values back to the expression, without round brackets."""
         return " ".join(SYMBOLS[value] for value in values)
+
+    @property
+    def _stream(self) -> tuple[str, int, Limits]:
+        """What decides which expressions are drawn, in which order."""
+        return self.kind, self.generator_seed, self.limits
 
     @cached_property
     def _rows(self) -> list[tuple[bytes, int]]:

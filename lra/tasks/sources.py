@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
+import os
 import typing
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +17,14 @@ import numpy as np
 
 from lra.tasks.archives import is_archive
 from lra.tasks.beside import apart, listing, unread
-from lra.tasks.columnar import TableRow, arrow_rows, find_tables, hub_tables, table_rows
+from lra.tasks.columnar import (
+    TableRow,
+    arrow_rows,
+    find_tables,
+    hub_tables,
+    is_commit,
+    table_rows,
+)
 from lra.tasks.task import SPLITS, Task
 
 READER_VERSION = 1  # raise it when the same files give other examples; part of the cache's name
@@ -195,6 +203,12 @@ class CorpusTask(FileTask):
     It has no validation split of its own; a part of train is held out. All examples of such a task
     fit in memory: they are read once, and given back when the last split has been asked for.
 
+    A `hub_name` that is a folder here is read as such (the library does so), and its files count
+    for the cache as others do. Of the hub itself only name and revision count: which commit a
+    branch stands for is known once it has been read, and a ready cache has to open without a
+    network. So a cache of a revision that moves stays as it was built, and a remark says of which
+    commit that was; only with a commit in full as `hub_revision` are the data certain.
+
     Raises:
         ValueError: a setting is out of range; names the key.
     """
@@ -218,9 +232,15 @@ class CorpusTask(FileTask):
 
     def describe_source(self) -> str:
         """The source in words, for people."""
+        if self._hub_folder is not None:
+            return f"the folder {self._hub_folder.resolve()}"
         if self.source == "hub":
             return f"{self.hub_name} of the hub, revision {self.hub_revision or 'main'}"
         return super().describe_source()
+
+    def source_files(self) -> list[Path]:
+        """Likewise; of the hub those of a local folder, if `hub_name` is one."""
+        return super().source_files() if self._hub_folder is None else _data_files(self._hub_folder)
 
     def file_settings(self) -> dict[str, Any]:
         """What shapes the examples as they are read, before any split."""
@@ -241,6 +261,12 @@ class CorpusTask(FileTask):
         if last:
             self._loaded = None
         return rows
+
+    @property
+    def _hub_folder(self) -> Path | None:
+        """The folder that the library reads in place of the hub, if there is one of that name."""
+        is_local = self.source == "hub" and os.path.isdir(self.hub_name)
+        return Path(self.hub_name) if is_local else None
 
     @abstractmethod
     def _has_folder(self, folder: Path) -> bool:
@@ -301,11 +327,18 @@ class CorpusTask(FileTask):
 
     def _load(self) -> dict[str, list[Row]]:
         if self.source == "hub":
+            tables, commit = hub_tables(self.hub_name, self.hub_revision)
+            if self._hub_folder is None and not is_commit(self.hub_revision):
+                self.remarks.append(
+                    f"{self.describe_source()} may move, and this cache will not follow"
+                    + (f": it has commit {commit}" if commit else "")
+                    + f"; task.hub_revision={commit or 'COMMIT'} names data that stay"
+                )
             return {
                 split: self._read_table(
                     arrow_rows(table, f"{self.hub_name}, {split}", self.columns)
                 )
-                for split, table in hub_tables(self.hub_name, self.hub_revision).items()
+                for split, table in tables.items()
             }
         rows = self._load_place(self.place)
         for other in self._places():
@@ -328,6 +361,22 @@ class CorpusTask(FileTask):
             ]
             for split, files in find_tables(place.path).files.items()
         }
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """All files below a folder, sorted, links followed; of hidden ones that of settings alone.
+
+    The library looks at no others (`.cache` and `.git` are of the tools that fetched the folder).
+    """
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") or name == ".huggingface.yaml"
+        ]
+    return sorted(file for file in found if file.is_file())
 
 
 def distinct(places: Iterable[Place]) -> list[Place]:

@@ -97,13 +97,35 @@ class Task(ABC):
         return []
 
     def data_kind(self, num_examples: Mapping[str, int]) -> DataKind:
-        """`kind`; `partial` where data of these sizes by split are not what the benchmark has."""
-        whole = not self.official_sizes or num_examples == self.official_sizes
+        """`kind`; `partial` where data of these sizes by split are not what the benchmark has.
+
+        A task without `official_sizes` is whole unless a limit has cut it. A limit over a split's
+        size has not; one that equals the size may have, and counts.
+        """
+        if self.official_sizes:
+            whole = num_examples == self.official_sizes
+        else:
+            limits = {split: getattr(self, f"limit_{split}") for split in SPLITS}
+            whole = all(
+                limit is None or num_examples.get(split, limit) < limit
+                for split, limit in limits.items()
+            )
         return (
             self.kind
             if self.kind == "synthetic" or (whole and not self.deviations())
             else "partial"
         )
+
+    def overlaps(self, other: Mapping[str, Any]) -> str:
+        """How many examples of val and test here another preparation of this task has in train.
+
+        To be asked where weights come from another run. `other` has the keys of the task's yaml,
+        those that it lacks at their defaults; `source=auto` is decided as it would be here.
+
+        Returns:
+            One sentence; empty where nothing is known to be shared. Odd content is no error.
+        """
+        return ""
 
     @abstractmethod
     def describe_source(self) -> str:

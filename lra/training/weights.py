@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,25 @@ def stored_config(run_dir: Path, given: str) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise ValueError(f"{given}: no run with a readable config.yaml ({error})") from None
     return stored
+
+
+def ancestry(source: Path) -> Iterator[dict[str, Any]]:
+    """Configs of the run that left these weights and of those it went on from, the latest first.
+
+    As far as their folders are still there and can be read; `source` is as for `selected_path`.
+    """
+    seen = set()
+    while source not in seen:
+        seen.add(source)
+        run_dir = source if source.is_dir() else source.parent.parent
+        try:
+            config = stored_config(run_dir, str(source))
+        except ValueError:  # weights from elsewhere, of which nothing is known
+            return
+        if not isinstance(config, dict):
+            return
+        yield config
+        source = Path(str(config.get("init_from") or source))
 
 
 def selected_path(source: Path, vocabulary: str | None = None) -> Path:

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -217,6 +217,74 @@ def test_an_empty_split_is_refused(tmp_path: Path) -> None:
         toy_data(tmp_path, sizes={"train": 3, "val": 0, "test": 1})
 
 
+class ToyFiles(Toy):
+    """As if the examples had been read from files."""
+
+    protocol_validation: ClassVar[str] = "val"
+
+    @property
+    def kind(self) -> Any:
+        return "files"
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        return {"validation": self.protocol_validation, "difficulty": None}
+
+    def source_files(self) -> list[Path]:
+        return [Path(__file__)]
+
+
+ROWS = [(b"\1\2", 1), (b"\3", 0)]
+
+
+@pytest.mark.parametrize(
+    "pair", [("train", "val"), ("train", "test"), ("val", "test")], ids="-".join
+)
+def test_files_whose_splits_are_copies_are_refused(tmp_path: Path, pair: tuple[str, str]) -> None:
+    rows = {"train": [(b"\4", 1)], "val": [(b"\5", 1)], "test": [(b"\6", 1)]}
+    task = ToyFiles(data_dir=tmp_path, max_length=12, rows=rows | {split: ROWS for split in pair})
+    said = f"{pair[0]} and {pair[1]} have the same 2 examples in .*{__file__}.*expected examples of"
+    with pytest.raises(ValueError, match=said):
+        prepare(task, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("toy-*/meta.json"))
+
+
+def test_a_ready_cache_of_copies_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = ToyFiles(data_dir=tmp_path, max_length=12, rows=dict.fromkeys(SIZES, ROWS))
+    with monkeypatch.context() as before:
+        before.setattr(lra.tasks.cache, "copies", lambda task, reports: "")
+        prepare(task, tmp_path / "cache")
+    with pytest.raises(ValueError, match="train and val have the same 2 examples"):
+        prepare(task, tmp_path / "cache")
+
+
+def test_labels_apart_make_no_copies(tmp_path: Path) -> None:
+    rows = {"train": ROWS, "val": [(b"\1\2", 0), (b"\3", 0)], "test": [(b"\1", 1), (b"\2\3", 0)]}
+    prepare(ToyFiles(data_dir=tmp_path, max_length=12, rows=rows), tmp_path / "cache")
+
+
+def test_validation_on_test_may_be_a_copy_of_test_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ToyFiles, "protocol_validation", "test")
+    rows = {"train": [(b"\4", 1)], "val": ROWS, "test": ROWS}
+    data = prepare(ToyFiles(data_dir=tmp_path, max_length=12, rows=rows), tmp_path / "cache")
+    assert data.meta["remarks"] == []
+    with pytest.raises(ValueError, match="train and val have the same"):
+        prepare(
+            ToyFiles(data_dir=tmp_path, max_length=12, rows=dict.fromkeys(SIZES, ROWS)),
+            tmp_path / "cache",
+        )
+
+
+def test_generated_copies_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = toy_data(tmp_path, rows=dict.fromkeys(SIZES, ROWS))
+    assert data.meta["remarks"] == ["train and val have the same 2 examples in the same order"]
+    assert data.meta["remarks"][0] in capsys.readouterr().err
+
+
 def test_empty_sequences_are_counted_and_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,6 +452,25 @@ def test_a_limited_split_keeps_both_classes(tmp_path: Path) -> None:
     assert sorted(data.train.labels.tolist()) == [0, 0, 1, 1]
     assert data.train.batch(np.array([3])).tokens_BSL[0, 0, 0] == 2
     assert len(data.val) == 20
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind"),
+    [
+        ({}, "generated"),
+        ({"limit_train": 39}, "partial"),
+        ({"limit_train": 40}, "partial"),  # of 40: whole, but that cannot be told from the sizes
+        ({"limit_train": 41}, "generated"),
+        ({"limit_val": 4}, "partial"),
+        ({"limit_train": 100, "limit_test": 4}, "partial"),
+    ],
+)
+def test_a_limit_makes_data_partial_also_without_official_sizes(
+    tmp_path: Path, limits: dict[str, int], kind: str
+) -> None:
+    task = toy(tmp_path, **limits)
+    assert not task.official_sizes
+    assert task.data_kind(prepare(task, tmp_path / "cache").num_examples) == kind
 
 
 def test_stratified_sizes_are_exact() -> None:

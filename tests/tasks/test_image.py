@@ -11,6 +11,7 @@ import struct
 import tarfile
 import time
 import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -523,6 +524,16 @@ def test_faulty_sources_are_refused_by_name(tmp_path: Path, name: str) -> None:
 
 
 PNG = to_png(make_batch()[0][0])
+
+
+def with_chunk(kind: bytes, body: bytes) -> bytes:
+    """The picture with another chunk behind its header; `IHDR` takes the place of that."""
+    chunk = struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+    return (PNG[:8] if kind == b"IHDR" else PNG[:33]) + chunk + PNG[33:]
+
+
+BOMB = with_chunk(b"IHDR", struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0))
+LONG_TEXT = with_chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(2 << 20)))
 BAD_TABLES = {
     "no bytes": ({"img": [{"bytes": None, "path": "x.png"}] * 100}, "row 0: no picture in the row"),
     "no picture": ({"img": [PNG] * 5 + [None] * 95}, "row 5: no picture"),
@@ -530,6 +541,8 @@ BAD_TABLES = {
     "cut PNG": ({"img": [PNG[:-60]] * 100}, "row 0: not a whole PNG picture"),
     "no PNG": ({"img": [b"GIF89a"] * 100}, "row 0: not a whole PNG picture"),
     "a bitmap": ({"img": [b"BM" + bytes(60)] * 100}, "row 0: not a whole PNG picture"),
+    "too many pixels": ({"img": [PNG] * 7 + [BOMB] * 93}, "row 7: not a whole PNG picture (Dec"),
+    "a long text": ({"img": [PNG] * 7 + [LONG_TEXT] * 93}, "row 7: not a whole PNG picture (Val"),
     "28 x 28": ({"img": [png(np.zeros((28, 28, 3), np.uint8))] * 100}, "row 0: a picture of 28 x "),
     "grey": (
         {"img": [png(np.zeros((32, 32, 3), np.uint8), "L")] * 100},

@@ -16,6 +16,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
@@ -114,8 +115,8 @@ def write_files(
 ) -> Path:
     """The three files in the released form (round brackets, CRLF) with true labels."""
     folder.mkdir(parents=True, exist_ok=True)
-    few = [text for text, _ in ROWS[:3]]
-    for split, rows in zip(SPLITS, (train, val or few, test or few), strict=True):
+    few = [text for text, _ in ROWS[:6]]
+    for split, rows in zip(SPLITS, (train, val or few[:3], test or few[3:]), strict=True):
         lines = ["Source\tTarget"]
         lines += [f"{bracketed(tree_of(row))}\t{value_of(tree_of(row))}" for row in rows]
         (folder / f"basic_{split}.tsv").write_bytes("".join(f"{x}\r\n" for x in lines).encode())
@@ -357,6 +358,55 @@ def test_splits_are_disjoint_and_in_order(tmp_path: Path) -> None:
     everything = [example.sequences[0] for part in rows for example in part]
     assert len(set(everything)) == 600
     assert everything == [values for values, _ in generate(600, Limits(3, 6), seed=0)]
+
+
+TINY = {"source": "generated", "min_tree_length": 3, "max_tree_length": 6}
+
+
+@pytest.mark.parametrize("num_train", [250, 300, 301, 320, 345, 360, 385, 400, 500])
+def test_other_sizes_share_as_many_examples_as_is_said(tmp_path: Path, num_train: int) -> None:
+    ours = ListOps(data_dir=tmp_path, **TINY, num_train=300, num_val=40, num_test=60)
+    config = TINY | {"num_train": num_train, "num_val": 7, "num_test": 1}
+    theirs = ListOps(data_dir=tmp_path, **config)
+    seen = {example.sequences[0] for example in theirs.examples("train")}
+    counts = {
+        split: sum(example.sequences[0] in seen for example in ours.examples(split))
+        for split in ("val", "test")
+    }
+    expected = " and ".join(
+        f"{count} of the {ours.sizes[split]} {split}" for split, count in counts.items() if count
+    )
+    said = ours.overlaps({"_target_": "lra.tasks.listops.ListOps", "max_length": 2000, **config})
+    assert said.partition(" examples are among")[0] == expected
+    assert not expected or f"task.num_train={num_train} there, 300 here" in said
+    assert bool(expected) == (num_train > 300)
+
+
+def test_overlaps_with_the_defaults_and_with_limits(tmp_path: Path) -> None:
+    ours = ListOps(data_dir=tmp_path, source="auto", num_train=95_000)
+    assert ours.overlaps({}).startswith("1,000 of the 2,000 val examples")
+    assert ours.overlaps({"num_train": None}) == ours.overlaps({"source": "auto"}) != ""
+    assert ours.overlaps({"limit_train": 50}).startswith("up to 50 of the 2,000 val examples")
+    limited = dataclasses.replace(ours, num_train=90_000, limit_val=10, limit_test=9_999)
+    assert limited.overlaps({}).startswith("up to 10 of the 10 val and up to 2,000 of the 2,000 t")
+    stand_in = ListOps(data_dir=tmp_path, source="synthetic", num_train=1_990)
+    assert stand_in.overlaps({"source": "synthetic"}).startswith("10 of the 200 val examples")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"generator_seed": 1}, {"max_tree_length": 1999}, {"source": "files"}, {"path": "x"},
+        {"source": "synthetic"}, {"_target_": "lra.tasks.pathfinder.Pathfinder"},
+        {"num_train": "many"}, {"num_train": [1]}, {"generator_seed": {}}, {"source": 5}, None, 7,
+    ],
+)  # fmt: skip
+def test_what_shares_no_stream_or_is_no_config_has_no_overlaps(tmp_path: Path, other: Any) -> None:
+    task = ListOps(data_dir=tmp_path, source="generated", num_train=300)
+    assert task.overlaps({"source": "generated"}) != ""
+    assert (
+        task.overlaps({"source": "generated", **other} if isinstance(other, dict) else other) == ""
+    )
 
 
 def test_output_is_pinned() -> None:

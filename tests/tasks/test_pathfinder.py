@@ -608,7 +608,7 @@ def test_reading_holds_a_few_pictures_at_a_time(
 
 def test_few_open_files_suffice(tmp_path: Path) -> None:
     level = write_release(tmp_path / LEVEL, [1])
-    lines = [f"imgs/0 sample_{i}.png {i} 0 {SETTINGS}\n" for i in range(2000)]
+    lines = [f"imgs/0 sample_{i}.png {i} {i % 2} {SETTINGS}\n" for i in range(2000)]
     for i in range(1, 2000):
         os.link(level / "imgs/0/sample_0.png", level / f"imgs/0/sample_{i}.png")
     (level / "metadata/0.npy").write_text("".join(lines))
@@ -664,6 +664,7 @@ def test_generated_pictures_are_the_generators_and_splits_lie_apart(tmp_path: Pa
     assert rows(longer, "test") == rows(task, "test")
     assert rows(longer, "train")[:11] == rows(task, "train")
     assert not {p for p, _ in rows(task, "val")} & {p for p, _ in rows(task, "train")}
+    assert task.overlaps(FEW | {"num_train": 14, "generator_seed": 3}) == ""
 
 
 def test_labels_are_balanced_and_both_kinds_of_a_level_are_made(tmp_path: Path) -> None:

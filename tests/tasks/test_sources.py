@@ -23,6 +23,7 @@ import pytest
 
 from lra.tasks import archives, columnar
 from lra.tasks.archives import is_archive, read_file, tar_members
+from lra.tasks.cache import cache_folder, prepare
 from lra.tasks.image import Image
 from lra.tasks.text import Text
 
@@ -249,6 +250,97 @@ def test_the_hub_without_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda name, revision: made)
     with pytest.raises(ValueError, match="no split test; it has train"):
         list(Text(data_dir=Path("none"), source="hub").examples("train"))
+
+
+def write_hub_folder(folder: Path, last: str = "c") -> Path:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder.mkdir(exist_ok=True)
+    for split, text in (("train", last), ("test", "d")):
+        texts = [f"{split} {i}" for i in range(3)] + [text]
+        pq.write_table(pa.table({"text": texts, "label": [0, 1] * 2}), folder / f"{split}.parquet")
+    return folder
+
+
+def test_a_folder_in_place_of_the_hub_counts_by_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(columnar, "_unreachable", lambda endpoint: "")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    folder = write_hub_folder(tmp_path / "reviews")
+
+    def prepared() -> tuple[str, set[bytes]]:
+        task = Text(data_dir=tmp_path, source="hub", hub_name=str(folder), max_length=20)
+        data = prepare(task, tmp_path / "cache")
+        assert data.meta["source"] == f"the folder {folder}" and data.meta["remarks"] == []
+        splits = (data.train, data.val)
+        return data.fingerprint, {bytes(s.sequence(i)) for s in splits for i in range(len(s))}
+
+    first, texts = prepared()
+    assert texts == {b"train 0", b"train 1", b"train 2", b"c"}
+    for name in (".git", ".cache"):  # of the tools that fetched it
+        (folder / name).mkdir()
+        (folder / name / "log").write_text("today")
+    assert prepared() == (first, texts)
+    write_hub_folder(folder, last="another one")
+    second, texts = prepared()
+    assert second != first and b"another one" in texts
+    (folder / "README.md").write_text("which may say what is read")
+    assert prepared()[0] not in (first, second)
+
+
+COMMIT, OTHER = "ab" * 20, "cd" * 20
+
+
+@pytest.mark.parametrize(
+    ("revision", "remark"),
+    [
+        (None, f"revision main may move.*: it has commit {COMMIT}; task.hub_revision={COMMIT} "),
+        ("v1", f"revision v1 may move.*: it has commit {COMMIT}; task.hub_revision={COMMIT} "),
+        (COMMIT, None),
+    ],
+)
+def test_of_a_revision_that_moves_the_commit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None, remark: str | None
+) -> None:
+    task = of_the_hub(tmp_path, monkeypatch, revision)
+    remarks = prepare(task, tmp_path / "cache").meta["remarks"]
+    assert len(remarks) == (remark is not None)
+    assert remark is None or re.search(remark, remarks[0])
+    # Whichever commit it was, a ready cache opens without a network.
+    assert cache_folder(task, tmp_path / "cache")[0].is_dir() and task.source_files() == []
+
+
+def test_a_copy_of_another_commit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = of_the_hub(tmp_path, monkeypatch, OTHER)
+    with pytest.raises(ValueError, match=f"hub_revision={OTHER}: .* is of commit {COMMIT}"):
+        prepare(task, tmp_path / "cache")
+
+
+def of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None) -> Text:
+    """A task of the hub, whose data lie where the library has its copies, by their commit."""
+    datasets = pytest.importorskip("datasets")
+    source = write_hub_folder(tmp_path / "made")
+    folder = tmp_path / "hf" / "stanfordnlp___imdb" / "plain_text" / "0.0.0" / COMMIT
+    folder.mkdir(parents=True)
+
+    def load_dataset(name: str, revision: str | None) -> Any:
+        data = {}
+        for split in ("train", "test"):
+            file = str(folder / f"{split}.arrow")
+            made = datasets.Dataset.from_parquet(
+                str(source / f"{split}.parquet"), cache_dir=str(tmp_path / "parquet")
+            )
+            with datasets.arrow_writer.ArrowWriter(path=file, features=made.features) as writer:
+                writer.write_table(made.data.table)
+            data[split] = datasets.Dataset.from_file(file)
+        return data
+
+    monkeypatch.setattr(columnar, "_unreachable", lambda endpoint: "")
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return Text(data_dir=tmp_path, source="hub", hub_revision=revision)
 
 
 def test_any_answer_means_reachable() -> None:

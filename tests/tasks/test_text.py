@@ -416,6 +416,39 @@ def _table(folder: Path, **columns: Any) -> None:
     pq.write_table(pa.table(columns), folder / "imdb" / "train-00000-of-00001.parquet")
 
 
+def _days(*numbers: int) -> Any:
+    pa = pytest.importorskip("pyarrow")
+    return pa.array(numbers, pa.date32())
+
+
+def _not_utf8(folder: Path, kind: str, first: int = 1030) -> None:
+    """A text in Latin-1 in a column that says UTF-8, in the second of the batches that are read."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    write_tables(folder / "imdb", make_reviews(), "parquet" if kind == "parquet" else "file")
+    raw = pa.array([b"good"] * first + ["caf\xe9".encode("latin-1")] * 2)
+    table = pa.table(
+        {
+            "text": pa.Array.from_buffers(pa.string(), len(raw), raw.buffers()),
+            "label": [0] * len(raw),
+        }
+    )
+    if kind == "parquet":
+        pq.write_table(table, folder / "imdb" / "train-00000-of-00001.parquet")
+        return
+    file = folder / "imdb/train/data-00000-of-00001.arrow"
+    with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_file(stream, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+
+
+def _column_not_utf8(folder: Path) -> None:
+    _table(folder, text=["a"], label=[0], remarque=["b"])
+    file = folder / "imdb" / "train-00000-of-00001.parquet"
+    # Arrow's own description of the columns has been left out by then.
+    pq = pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pq.read_table(file), file, store_schema=False)
+    file.write_bytes(file.read_bytes().replace(b"remarque", b"remarqu\xe9"))
+
+
 def _cut_table(folder: Path, kind: str) -> None:
     write_tables(folder / "imdb", make_reviews(), kind)
     file = next(f for f in (folder / "imdb").rglob("*train*") if f.is_file()) if kind == "parquet" \
@@ -491,6 +524,22 @@ FAULTS = {
     "cut parquet": (lambda d: _cut_table(d, "parquet"), ["train-00000-of-00001.parquet", "whole"]),
     "cut arrow": (lambda d: _cut_table(d, "file"), ["data-00000-of-00001.arrow", "whole"]),
     "arrow offset": (_wrong_offset, ["data-00000-of-00001.arrow", "whole"]),
+    "parquet text in Latin-1": (
+        lambda d: _not_utf8(d, "parquet"),
+        ["train-00000-of-00001.parquet, row 1030: text that is not UTF-8 in the column text"],
+    ),
+    "arrow text in Latin-1": (
+        lambda d: _not_utf8(d, "file"),
+        ["data-00000-of-00001.arrow, row 1030: text that is not UTF-8 in the column text"],
+    ),
+    "column in Latin-1": (
+        _column_not_utf8,
+        ["train-00000-of-00001.parquet: the name of a column is not UTF-8"],
+    ),
+    "no day": (
+        lambda d: _table(d, text=["a", "b"], label=_days(0, 1 << 30)),
+        ["train-00000-of-00001.parquet, row 1: column label: "],
+    ),
     "both kinds of tables": (_both_kinds, [".arrow and .parquet", "imdb"]),
     "train table only": (_train_only, ["imdb", "no file of the test split"]),
 }
