@@ -3,7 +3,8 @@
 A mixer is an `nn.Module` built as `FooMixer(shape, *, own_knob)` with
 `forward(x_BLD, mask_BL) -> x_BLD`; attention dropout is its own, residual dropout the block's. One
 that can go from token to token also has `start(batch_size) -> state` and
-`step(x_B1D, state) -> (x_B1D, state)`; one that reads so far and no further, `reach`, in positions.
+`step(x_B1D, state) -> (x_B1D, state)`; one that reads so far and no further, `reach`, in positions,
+and one that reads none of its neighbours, `stride`, how far off the nearest is that it does read.
 
 Shapes: B batch, L length, D d_model. `mask` is bool, True = real token.
 """
@@ -217,6 +218,14 @@ class Encoder(nn.Module):
         mixers = [getattr(block, "mixer", block) for block in self.layers()]
         reaches: list[Any] = [getattr(mixer, "reach", None) for mixer in mixers]
         return None if None in reaches else reaches
+
+    @property
+    def stride(self) -> int:
+        """Length of the longest step between positions that a layer reads; of most models 1.
+
+        An input of fewer positions does not show all that such a layer reads.
+        """
+        return max(getattr(getattr(block, "mixer", block), "stride", 1) for block in self.layers())
 
     def layers(self) -> list[Any]:
         """The blocks in the order of their use; the same one again when layers are tied."""

@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from models.encoder import Encoder
+from models.norm import set_eps
 from models.shape import Shape
 
 Interaction = Literal["product", "add", "concat"]
@@ -153,7 +154,7 @@ class FastformerEncoder(Encoder):
     Args:
         share_layers: one mixer for all layers, as in the paper; False gives each its own, as in the
             code. (`shape.tie_layers` shares the feed-forward and the norms too.)
-        norm_eps: added to the variance in every layer norm.
+        norm_eps: added to the variance in every norm.
 
     Raises:
         ValueError: an option of `FastformerAttention` is out of range, or norm_eps is not positive.
@@ -189,9 +190,7 @@ class FastformerEncoder(Encoder):
             return mixers[-1]
 
         super().__init__(shape, next_mixer)
-        for part in self.modules():
-            if isinstance(part, nn.LayerNorm):
-                part.eps = norm_eps
+        set_eps(self, norm_eps)
 
 
 class SharedMixer(nn.Module):

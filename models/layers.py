@@ -310,9 +310,12 @@ def initialise(module: nn.Module, init: str) -> None:
         elif isinstance(part, nn.Embedding):
             std = {"lra": 1.0, "s4": 1.0, "mega": part.embedding_dim**-0.5}.get(init, 0.02)
             nn.init.normal_(part.weight, std=std)
-        elif isinstance(part, RealInput) and init in ("flax", "mega"):
+        elif isinstance(part, RealInput) and init == "flax":  # a linear map of one feature
+            lecun_normal_(part.weight, 1)
+            nn.init.zeros_(part.bias)
+        elif isinstance(part, RealInput) and init == "mega":
             nn.init.normal_(part.weight)
-            nn.init.normal_(part.bias, std=0.0 if init == "flax" else 0.1)
+            nn.init.normal_(part.bias, std=0.1)
         elif isinstance(part, RealInput):  # as PyTorch draws a linear map of one feature
             nn.init.uniform_(part.weight, -1.0, 1.0)
             nn.init.uniform_(part.bias, -1.0, 1.0)

@@ -104,6 +104,11 @@ class LocalAttention(nn.Module):
             return self.block_size - 1
         return (self.window - 1) // 2 if self.causal else self.window // 2
 
+    @property
+    def stride(self) -> int:
+        """Distance between a position and the nearest other that it reads."""
+        return self.num_strided if self.pattern == "strided" else 1
+
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody, but for pattern strided. [B, L, D]."""
         length = x_BLD.shape[1]

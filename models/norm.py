@@ -137,6 +137,13 @@ def frozen_statistics(module: nn.Module) -> Iterator[None]:
             norm.is_frozen = False
 
 
+def set_eps(module: nn.Module, eps: float) -> None:
+    """What every norm inside adds to the variance, whatever its kind."""
+    for part in module.modules():
+        if isinstance(part, (nn.LayerNorm, BatchNorm, RMSNorm, ScaleNorm)):
+            part.eps = eps
+
+
 def make_norm(shape: Shape, eps: float = 1e-5) -> nn.Module:
     """The norm that `shape.norm_kind` names; called as `norm(x_BLD, mask_BL)`."""
     if shape.norm_kind == "batch":

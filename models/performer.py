@@ -31,8 +31,12 @@ Features = Literal["positive", "trigonometric"]
 
 EPSILON = {"softmax": 1e-6, "relu": 1e-3}  # added to every feature
 LEAST_WEIGHT = 1e-6  # sums of weights of either sign that are nearer to 0 are moved away
-# Keys of causal attention are exp(u - g - offset), at most exp(60): far from float32's exp(88).
-LARGEST_EXPONENT = 60.0
+# Keys of causal attention are exp(u - g - offset), at most exp of the first number; queries get a
+# factor of at most exp of the second. float32 ends at exp(88), float64 at exp(709).
+LARGEST_EXPONENTS = {torch.float32: (60.0, 80.0), torch.float64: (600.0, 700.0)}
+# The offset, |w|^2 / 2 less the first number, grows with the width K of a head. As it nears the
+# second, all keys but the longest underflow, and epsilon is all that is left of their features.
+WIDEST_HEAD = {torch.float32: 160, torch.float64: 2048}
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ class PerformerAttention(nn.Module):
     - relu: phi(x) = relu(w x) + epsilon, x not scaled; without rows, relu(x) + epsilon.
 
     Sums run over real tokens, in float32 or wider also under autocast; a row of padding only mixes
-    to zero. There are no weights to drop, so attention dropout does not act. The largest exponents
-    are constants to the gradient.
+    to zero. Causal softmax features of heads wider than 160 leave the range of float32 and are
+    worked out in float64. There are no weights to drop, so attention dropout does not act. The
+    largest exponents are constants to the gradient.
 
     Args:
         shape: heads, widths and `attention_bias` are read here.
@@ -76,8 +81,9 @@ class PerformerAttention(nn.Module):
             positions 0 .. t alone gives its last one.
 
     Raises:
-        ValueError: an option is out of range or does not act together with the others, or causal
-            goes with a pooling that reads the first position.
+        ValueError: an option is out of range or does not act together with the others, causal goes
+            with a pooling that reads the first position, or causal softmax features with heads
+            wider than 2048, which leave float64's range too.
     """
 
     def __init__(
@@ -144,6 +150,15 @@ class PerformerAttention(nn.Module):
             )
         self.num_heads = shape.num_heads
         self.head_dim = shape.attention_head_dim
+        needs_range = causal and kernel == "softmax"
+        if needs_range and self.head_dim > WIDEST_HEAD[torch.float64]:
+            key = "d_model / shape.num_heads" if shape.head_dim is None else "head_dim"
+            raise ValueError(
+                f"shape.{key}={self.head_dim}: expected at most {WIDEST_HEAD[torch.float64]} with "
+                "model.causal=true, since wider softmax features of keys leave the range of "
+                "float64; use narrower heads or model.kernel=relu"
+            )
+        self.in_float64 = needs_range and self.head_dim > WIDEST_HEAD[torch.float32]
         self.kernel: Kernel = kernel
         self.features: Features = features
         self.epsilon = EPSILON[kernel] if epsilon is None else epsilon
@@ -170,7 +185,7 @@ class PerformerAttention(nn.Module):
     def attend(self, qkv_TBHLK: Tensor, mask_BL: Tensor) -> Tensor:
         """Attention between the linear maps; [B, H, L, K]."""
         with torch.autocast(qkv_TBHLK.device.type, enabled=False):
-            q_BHLK, k_BHLK, v_BHLK = widened(qkv_TBHLK)
+            q_BHLK, k_BHLK, v_BHLK = self._widened(qkv_TBHLK)
             q_BHLK, k_BHLK = self.rotary(q_BHLK, k_BHLK)
             if self.padded_keys:
                 padding_B1L1 = ~mask_BL[:, None, :, None]
@@ -199,7 +214,7 @@ class PerformerAttention(nn.Module):
         num_features = self.head_dim
         if self.projection_MK is not None:
             num_features = len(self.projection_MK) + (self.kernel == "softmax")
-        zero = widened(self.qkv.weight.new_zeros(()))
+        zero = self._widened(self.qkv.weight.new_zeros(()))
         return PerformerState(
             sum_BHMJ=zero.repeat(batch_size, self.num_heads, num_features, self.head_dim + 1),
             largest_BH11=zero.repeat(batch_size, self.num_heads, 1, 1) - torch.inf,
@@ -210,7 +225,7 @@ class PerformerAttention(nn.Module):
         qkv_TBH1K = self._project(x_B1D)
         with torch.autocast(x_B1D.device.type, enabled=False):
             mask_B1 = torch.ones(x_B1D.shape[:2], dtype=torch.bool, device=x_B1D.device)
-            q_BH1K, k_BH1K, v_BH1K = widened(qkv_TBH1K)
+            q_BH1K, k_BH1K, v_BH1K = self._widened(qkv_TBH1K)
             q_BH1K, k_BH1K = self.rotary(q_BH1K, k_BH1K, first=state.num_steps)
             q_BH1M, k_BH1M, largest_BH11 = self._causal_features(
                 q_BH1K, k_BH1K, mask_B1, state.largest_BH11
@@ -223,6 +238,10 @@ class PerformerAttention(nn.Module):
     def _project(self, x_BLD: Tensor) -> Tensor:
         parts = rearrange(self.qkv(x_BLD), "b l (t h k) -> t b h l k", t=3, h=self.num_heads)
         return parts.contiguous()
+
+    def _widened(self, x: Tensor) -> Tensor:
+        """In the precision of the features and their sums."""
+        return x.double() if self.in_float64 else widened(x)
 
     def _features(self, q_BHLK: Tensor, k_BHLK: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Of queries and keys, without epsilon; [B, H, L, M] each. Padding holds finite numbers."""
@@ -248,14 +267,15 @@ class PerformerAttention(nn.Module):
             q_BHLM, k_BHLM = self._features(q_BHLK, k_BHLK, mask_BL)
             return q_BHLM + self.epsilon, k_BHLM + self.epsilon, before_BH11
         assert self.projection_MK is not None
-        offset = widened(self.projection_MK).square().sum(dim=1).amax() / 2 - LARGEST_EXPONENT
+        largest_key, largest_factor = LARGEST_EXPONENTS[k_BHLK.dtype]
+        offset = self._widened(self.projection_MK).square().sum(dim=1).amax() / 2 - largest_key
         offset = offset.clamp(min=0.0)
         u_BHLM, half_BHL1, largest_BHL1 = self._exponents(k_BHLK, mask_BL)
         largest_BHL1 = torch.maximum(largest_so_far(largest_BHL1), before_BH11)
         k_BHLM = F.pad(u_BHLM.add_(-half_BHL1 - offset).exp_(), (0, 1), value=1.0)
         q_BHLM = self._query_features(q_BHLK) + self.epsilon
         # Far below 0 the keys are so long that epsilon is all that is left of their features.
-        scale_BHL1 = (offset - finite(largest_BHL1)).clamp(max=80.0).exp()
+        scale_BHL1 = (offset - finite(largest_BHL1)).clamp(max=largest_factor).exp()
         floor_BHL1 = self.epsilon * q_BHLM.sum(dim=-1, keepdim=True)
         return torch.cat([q_BHLM * scale_BHL1, floor_BHL1], dim=-1), k_BHLM, largest_BHL1
 
@@ -284,7 +304,7 @@ class PerformerAttention(nn.Module):
         At padding |x|^2 / 2 is infinite, the largest w x minus infinity.
         """
         assert self.projection_MK is not None
-        u_BHLM = x_BHLK @ (widened(self.projection_MK) * self.scale).T
+        u_BHLM = x_BHLK @ (self._widened(self.projection_MK) * self.scale).T
         half_BHL1 = x_BHLK.square().sum(dim=-1, keepdim=True) * (self.scale**2 / 2)
         largest_BHL1 = largest(u_BHLM)
         if mask_BL is not None:

@@ -16,7 +16,9 @@ from models.encoder import Encoder, EncoderState
 from models.layers import initialise
 from models.shape import Shape
 
-PROBE_LENGTH = 512  # of the input on which an encoder shows whether it reads ahead
+# Of the input on which an encoder shows whether it reads ahead; one that leaves out what lies near
+# is shown as many positions more as it steps over.
+PROBE_LENGTH = 512
 
 
 class Predictor(nn.Module):
@@ -72,7 +74,7 @@ class Predictor(nn.Module):
 def reads_ahead(encoder: Encoder) -> bool:
     """Whether what an encoder says of a token depends on later ones, tried on one input."""
     shape = encoder.shape
-    length = min(shape.max_length, PROBE_LENGTH)
+    length = min(shape.max_length, PROBE_LENGTH + encoder.stride - 1)
     generator = torch.Generator().manual_seed(0)
     tokens_BL = torch.randint(1, shape.vocab_size, (1, length), generator=generator).repeat(3, 1)
     # Two neighbours: the blocks of a model that sees to the end of a block may end before one.
@@ -84,8 +86,9 @@ def reads_ahead(encoder: Encoder) -> bool:
     probe = copy.deepcopy(encoder).double().eval()
     *changed, x_LD = probe(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
     tolerance = 1e-9 * float(x_LD.abs().max())
+    num_before = int(shape.pooling == "cls")  # rows in front of the tokens'
     return any(
-        float((other_LD[:cut] - x_LD[:cut]).abs().max()) > tolerance
+        float((other_LD - x_LD)[: cut + num_before].abs().max()) > tolerance
         for other_LD, cut in zip(changed, cuts, strict=True)
         if cut
     )

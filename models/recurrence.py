@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from models.dropout import Dropout, TiedDropout, has_fast_path, side_by_side
 from models.encoder import Block, Encoder, MixerBlock
 from models.layers import StackedLinear, check_directions
-from models.norm import BatchNorm, NoNorm, RMSNorm, ScaleNorm
+from models.norm import NoNorm, set_eps
 from models.shape import Shape
 
 CHUNK_LENGTH = 32  # of the scan: work per position grows with it, the number of passes shrinks
@@ -305,7 +305,7 @@ class GatedRecurrence(nn.Module):
     z sigmoid(W2 z) (half_glu1), v sigmoid(W2 z) (half_glu2) or gelu(v) (gelu).
 
     Args:
-        shape: `d_model` and `dropout` are read here.
+        shape: `d_model`, `dropout` and `attention_bias`, of W1 and W2, are read here.
         system: maps [B, L, D] and a mask to [B, L, D].
         gate: which of the four.
         tie_dropout: one dropout mask for all positions of a sequence.
@@ -325,11 +325,10 @@ class GatedRecurrence(nn.Module):
         # Without a map behind it, the dropout of the branch stands right behind the gelu.
         rate = 0.0 if gate == "gelu" else shape.dropout
         self.dropout = TiedDropout(rate) if tie_dropout else Dropout(rate)
-        self.out = (
-            nn.Identity()
-            if gate == "gelu"
-            else StackedLinear(shape.d_model, shape.d_model, parts=2 if gate == "full_glu" else 1)
-        )
+        self.out: nn.Module = nn.Identity()
+        if gate != "gelu":
+            parts, bias = 2 if gate == "full_glu" else 1, shape.attention_bias
+            self.out = StackedLinear(shape.d_model, shape.d_model, parts=parts, bias=bias)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is seen by nobody. [B, L, D]."""
@@ -390,6 +389,4 @@ class RecurrentEncoder(Encoder):
         super().__init__(shape, mixer, Block if block == "shared" else own)
         if block == "own":
             self.norm = NoNorm()
-        for part in self.modules():
-            if isinstance(part, (nn.LayerNorm, BatchNorm, RMSNorm, ScaleNorm)):
-                part.eps = norm_eps
+        set_eps(self, norm_eps)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 Pooling = Literal["mean", "padded_mean", "cls", "first", "last", "max", "attention"]
 Positions = Literal["learned", "sinusoidal", "none", "rotary", "rotary_2d"]  # 2d: of pixels
@@ -15,7 +17,8 @@ class Shape:
     """The architecture around a mixer: the task gives its ids and length, a recipe the rest.
 
     Raises:
-        ValueError: a size is not positive, a rate outside [0, 1), or heads do not divide the width.
+        ValueError: a value is none of the choices, a size not positive, a rate outside [0, 1), or
+            heads do not divide the width.
     """
 
     vocab_size: int  # ids 0 .. vocab_size - 1; 0 is padding
@@ -52,6 +55,13 @@ class Shape:
     picture_width: int | None = None  # of a task whose values are pixels, row by row
 
     def __post_init__(self) -> None:
+        for name, choices in _choices().items():
+            if (value := getattr(self, name)) not in choices:
+                close = difflib.get_close_matches(str(value), choices, n=1)
+                hint = f"did you mean '{close[0]}'? " if close else ""
+                raise ValueError(
+                    f"shape.{name}={value!r}: not a choice; {hint}known: {', '.join(choices)}"
+                )
         for name in ("vocab_size", "max_length", "d_model", "d_ff", "num_layers", "num_heads"):
             if getattr(self, name) < 1:
                 raise ValueError(f"shape.{name}={getattr(self, name)}: expected at least 1")
@@ -95,3 +105,10 @@ class Shape:
     def attention_head_dim(self) -> int:
         """Width of one attention head."""
         return self.d_model // self.num_heads if self.head_dim is None else self.head_dim
+
+
+@functools.cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Of each key that takes one of a few words, these."""
+    hints = get_type_hints(Shape)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -32,6 +32,7 @@ Variant = Literal["sorted", "arena"]
 HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0
 PIECE_SIZE = 2**18  # logits that a thread forms at a time
 SMALLEST_SHARE = 1e-30  # of a slot that is there; far smaller ones float32 cannot divide by
+SMALLEST_LOG = -60.0  # of the largest entry in a row of R
 
 
 class SinkhornAttention(nn.Module):
@@ -170,6 +171,11 @@ class SinkhornAttention(nn.Module):
         is_alone_BNN = torch.diag_embed(~is_real_BN)
         log_BHNN = (log_BHNN / self.temperature).masked_fill(~is_pair_BNN[:, None], -torch.inf)
         log_BHNN = log_BHNN.masked_fill(is_alone_BNN[:, None], 0.0)
+        if self.num_iterations == 0:
+            # Unbalanced rows may vanish, but shares are divided by their sums. Raised as a whole to
+            # what is still next to nothing, a row has the same shares.
+            largest_BHN1 = log_BHNN.detach().amax(dim=-1, keepdim=True)
+            log_BHNN = log_BHNN + (SMALLEST_LOG - largest_BHN1).clamp(min=0.0)
         for _ in range(self.num_iterations):
             log_BHNN = log_BHNN.log_softmax(dim=-1).log_softmax(dim=-2)
         return log_BHNN.exp()

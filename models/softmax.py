@@ -39,13 +39,18 @@ class SoftmaxAttention(nn.Module):
         self.rotary = Rotary(shape)
 
     def attention_weights(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-        """How much each position reads of each, without dropout; [B, H, L, L], memory to match."""
+        """How much each position reads of each, without dropout; [B, H, L, L], memory to match.
+
+        A position that can read none has zeros.
+        """
         q_BHLK, k_BHLK, _ = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         score_BHLL = q_BHLK @ k_BHLK.mT * q_BHLK.shape[-1] ** -0.5
+        hidden = ~mask_BL[:, None, None]
         if self.causal:
-            later_LL = torch.ones_like(score_BHLL[0, 0], dtype=torch.bool).triu(1)
-            score_BHLL = score_BHLL.masked_fill(later_LL, -torch.inf)
-        return score_BHLL.masked_fill(~mask_BL[:, None, None], -torch.inf).softmax(dim=-1)
+            hidden = hidden | torch.ones_like(score_BHLL[0, 0], dtype=torch.bool).triu(1)
+        score_BHLL = score_BHLL.masked_fill(hidden, torch.finfo(score_BHLL.dtype).min)
+        # Where all is hidden, the softmax is uniform: the second fill makes it zeros.
+        return score_BHLL.softmax(dim=-1).masked_fill(hidden, 0.0)
 
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; padding is read by nobody. [B, L, D]."""

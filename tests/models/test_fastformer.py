@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.classifier import Classifier
 from models.encoder import make_encoder
@@ -220,11 +220,12 @@ def test_share_layers_has_one_mixer_in_memory_and_in_checkpoints() -> None:
     assert (twin(tokens_BL, mask_BL) - outputs[1]).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["layer", "batch", "scale", "rms"])
 @pytest.mark.parametrize("norm", ["pre", "post"])
-def test_norm_eps_reaches_every_norm(norm: Any) -> None:
-    shape = Shape(vocab_size=9, max_length=20, norm=norm, embedding_norm=True)
+def test_norm_eps_reaches_every_norm(norm: Any, kind: Any) -> None:
+    shape = Shape(vocab_size=9, max_length=20, norm=norm, norm_kind=kind, embedding_norm=True)
     model = FastformerEncoder(shape, norm_eps=1e-12)
-    epsilons = [part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)]
+    epsilons = [part.eps for part in model.modules() if hasattr(part, "eps")]
     assert epsilons == [1e-12] * (6 if norm == "pre" else 5)
 
 

@@ -13,7 +13,8 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lra.cli import compose_config
 from models import convolution, dropout, patterns
 from models.classifier import AttentionPooling, Classifier, pool_tokens
 from models.encoder import Encoder, make_encoder
-from models.layers import attend, sinusoidal_table
+from models.layers import RealInput, attend, initialise, sinusoidal_table
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
 from tests.references.fastformer import fastformer_attention
@@ -755,6 +757,27 @@ def test_softmax_drops_attention_weights_in_training_only() -> None:
     assert torch.equal(model.eval()(*rows), model(*rows))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_softmax_shows_its_weights(causal: bool, dtype: torch.dtype) -> None:
+    mixer = build("softmax", replace(SMALL, pooling="mean"), causal=causal).encoder.blocks[0].mixer
+    mixer.to(dtype)
+    x_BLD = torch.randn(3, 9, SMALL.d_model).to(dtype).requires_grad_()
+    mask_BL = torch.arange(9) < torch.tensor([9, 4, 0])[:, None]
+    weight_BHLL = mixer.attention_weights(x_BLD, mask_BL)
+    assert not weight_BHLL[2].any()  # a row of padding reads nothing, and nothing is no NaN
+    assert not weight_BHLL[1, ..., 4:].any() and (not causal or not weight_BHLL.triu(1).any())
+    one = torch.ones(2, 2, 9, dtype=dtype)
+    torch.testing.assert_close(weight_BHLL[:2].sum(dim=-1), one)
+    (gradient,) = torch.autograd.grad(weight_BHLL.square().sum(), [x_BLD])
+    assert gradient.isfinite().all() and not gradient[2].any() and gradient[0].any()
+    v_BLHK = mixer.qkv(x_BLD).unflatten(2, (3, SMALL.num_heads, -1))[:, :, 2]
+    y_BLHK = torch.einsum("bhlm,bmhk->blhk", weight_BHLL, v_BLHK)
+    if dtype == torch.float64:
+        y_BLD = mixer(x_BLD, mask_BL)[mask_BL]
+        torch.testing.assert_close(mixer.out(y_BLHK.flatten(2))[mask_BL], y_BLD)
+
+
 def test_sinusoidal_tables() -> None:
     table = sinusoidal_table(3, 4)
     expected = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
@@ -855,6 +878,56 @@ def test_real_pixels_are_one_linear_map_of_a_scaled_value() -> None:
             torch.testing.assert_close(x_BLD[0, i], expected_D)
     with pytest.raises(ValueError, match="at least two values"):
         make_encoder(SoftmaxAttention, replace(shape, vocab_size=2))
+
+
+def test_flax_draws_the_map_of_real_pixels_as_any_other() -> None:
+    """LeCun-normal of one feature: variance 1, cut at two standard deviations of what is drawn."""
+    torch.manual_seed(0)
+    real = RealInput(replace(SMALL, d_model=4096))
+    initialise(real, "flax")
+    weight_D = real.weight.detach()
+    assert float(weight_D.std()) == pytest.approx(1.0, rel=0.03)
+    assert float(weight_D.abs().max()) == pytest.approx(2 / 0.8796, rel=0.01)
+    assert not real.bias.any()
+
+
+CHOICES = [
+    ("pooling", "maen", "did you mean 'mean'\\? known: mean, padded_mean, cls, first"),
+    ("positions", "learnt", "did you mean 'learned'\\? known: learned, sinusoidal, none"),
+    ("norm", "before", "known: pre, post$"),
+    ("norm_kind", "LAYER", "known: layer, batch, scale, rms$"),
+    ("activation", None, "known: gelu, relu$"),
+    ("input", "id", "did you mean 'ids'\\? known: ids, real$"),
+    ("init", "flaks", "did you mean 'flax'\\? known: torch, bert, lra, s4, flax, mega$"),
+    ("head_activation", "silu", "known: relu, gelu, gelu_tanh$"),
+    ("pair_features", 4, "known: four, concat$"),
+]
+
+
+@pytest.mark.parametrize("name, value, known", CHOICES)
+def test_a_shape_takes_no_word_that_is_none_of_the_choices(
+    name: str, value: Any, known: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^shape\.{name}={value!r}: not a choice; {known}"):
+        Shape(vocab_size=9, max_length=9, **{name: value})
+
+
+def test_every_word_of_a_shape_is_asked_for_a_wrong_one() -> None:
+    words = {field.name for field in fields(Shape) if isinstance(field.default, str)}
+    assert words == {name for name, _, _ in CHOICES}
+
+
+@pytest.mark.parametrize("recipe", sorted(p.stem for p in (CONFIGS.parent / "recipe").iterdir()))
+def test_no_recipe_has_a_model_of_bounded_reach_classify_from_the_first_tokens(recipe: str) -> None:
+    bounded = [name for name in MODELS if build(name).encoder.reach is not None]
+    assert {"conv", "local", "none"} <= set(bounded)
+    for name, task in product(bounded, ("listops", "retrieval")):
+        config = compose_config([f"recipe={recipe}", f"model={name}", f"task={task}"])
+        knobs = dict(config["model"])
+        target = pkgutil.resolve_name(knobs.pop("_target_"))
+        pooling = config["shape"]["pooling"]
+        reach = make_encoder(target, replace(SMALL, pooling=pooling), **knobs).reach
+        assert reach is None or pooling not in ("cls", "first"), (name, task)
 
 
 def test_dropout_of_embeddings_and_of_the_head_have_rates_of_their_own() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -132,6 +133,39 @@ def test_causal_attention_is_as_exact_in_float32(
         mixer = build(shape, num_features=num_features).to(dtype)
         bidirectional.append(mixer(x_BLD.to(dtype), mask_BL).double())
     assert error < 1e-5 + 10 * largest_difference(*bidirectional)
+
+
+@pytest.mark.parametrize(
+    "head_dim, num_features", [(160, 256), (161, 16), (224, 256), (256, 256), (512, 64), (2048, 64)]
+)
+def test_causal_heads_of_any_width_tell_their_keys_apart(head_dim: int, num_features: int) -> None:
+    """Features of wide heads leave float32's range: keys became 0, a row the mean of its values."""
+    torch.manual_seed(0)
+    shape = replace(SHAPE, head_dim=head_dim, num_heads=1)
+    mixer = PerformerAttention(shape, num_features=num_features, orthogonal=False, causal=True)
+    x_BLD, mask_BL = rows(40, scale=1.7)  # keys and values of about unit variance
+    naive_BLD = performer_attention(copy.deepcopy(mixer).double(), x_BLD, mask_BL).detach()
+    x_BLD = x_BLD.detach().float().requires_grad_()
+    y_BLD = mixer(x_BLD, mask_BL)
+    assert y_BLD.dtype == torch.float32 and largest_difference(y_BLD, naive_BLD) < 1e-5
+    (gradient_BLD,) = torch.autograd.grad(y_BLD.square().sum(), [x_BLD])
+    assert gradient_BLD.isfinite().all() and gradient_BLD.any(dim=2).all()
+    state, steps = mixer.start(1), []
+    for x_B1D in x_BLD.split(1, dim=1):
+        y_B1D, state = mixer.step(x_B1D, state)
+        steps.append(y_B1D)
+    assert largest_difference(torch.cat(steps, dim=1), naive_BLD) < 1e-5
+
+
+def test_heads_too_wide_for_causal_features_of_keys_are_refused() -> None:
+    wide = replace(SHAPE, head_dim=2049)
+    with pytest.raises(ValueError, match=r"^shape.head_dim=2049: expected at most 2048 with "):
+        build(wide, causal=True)
+    by_model = replace(SHAPE, d_model=2049, num_heads=1)
+    with pytest.raises(ValueError, match=r"^shape.d_model / shape.num_heads=2049: expected at mo"):
+        build(by_model, causal=True)
+    build(wide, orthogonal=False)
+    build(wide, causal=True, kernel="relu", num_features=None)
 
 
 # Random features.

@@ -248,6 +248,21 @@ def test_a_model_that_sees_to_the_end_of_a_block_sees_ahead(
     assert reads_ahead(build(name, shape, **knobs).encoder)
 
 
+@pytest.mark.parametrize("block_size", [2, 3, 550, 1200])
+def test_a_model_that_steps_over_what_lies_near_sees_ahead(block_size: int) -> None:
+    """Of blocks of 2 the nearest position that is read lies 551 off, beyond the usual probe."""
+    shape = replace(SHORT, pooling="mean", max_length=1100)
+    encoder = build("local", shape, pattern="strided", block_size=block_size).encoder
+    assert encoder.stride == 1100 // block_size + 1 and reads_ahead(encoder)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_model_that_sees_one_token_ahead_sees_ahead(pooling: Any) -> None:
+    """A class token in front moves every token's row by one."""
+    encoder = build("local", replace(SHORT, pooling=pooling), window=2).encoder
+    assert encoder.reach == [1] and reads_ahead(encoder)
+
+
 def test_looking_for_it_leaves_the_model_as_it_was() -> None:
     for training in (True, False):
         model = build("performer", replace(SHORT, pooling="mean")).train(training)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.dropout import TiedDropout
+from models.lru import LRUEncoder
 from models.recurrence import CHUNK_LENGTH, run_system, scan
+from models.s5 import S5Encoder
+from models.shape import Shape
 from tests.models.test_models import count_saved_bytes
 
 
@@ -205,3 +211,26 @@ def test_tied_dropout_drops_a_feature_at_all_positions_or_at_none() -> None:
     assert not torch.equal(kept_BLD[0], kept_BLD[1])
     torch.testing.assert_close(y_BLD[kept_BLD], (x_BLD / 0.6)[kept_BLD], rtol=1e-4, atol=0)
     assert dropout.eval()(x_BLD) is x_BLD
+
+
+@pytest.mark.parametrize(
+    ("target", "knobs"),
+    [
+        (LRUEncoder, {}),
+        *((S5Encoder, {"gate": gate}) for gate in ("full_glu", "half_glu1", "half_glu2", "gelu")),
+    ],
+)
+def test_attention_bias_is_of_the_maps_of_the_gate(target: Any, knobs: dict[str, Any]) -> None:
+    shape = Shape(vocab_size=9, max_length=20, d_model=8, num_layers=2, dropout=0.0)
+    torch.manual_seed(0)
+    with_bias = target(shape, **knobs)
+    without = target(replace(shape, attention_bias=False), **knobs)
+    expected = {f"blocks.{i}.mixer.out.bias" for i in range(2)} if knobs != {"gate": "gelu"} else {}
+    missing, extra = without.load_state_dict(with_bias.state_dict(), strict=False)
+    assert not missing and set(extra) == set(expected)
+    rows = torch.randint(1, 9, (2, 20)), torch.ones(2, 20, dtype=torch.bool)
+    assert torch.equal(without(*rows), with_bias(*rows)) == (not expected)
+    with torch.no_grad():
+        for key in expected:
+            with_bias.get_parameter(key).zero_()
+    torch.testing.assert_close(without(*rows), with_bias(*rows))

@@ -189,6 +189,25 @@ def test_extreme_inputs_stay_finite_with_their_gradients(dtype: torch.dtype, var
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("temperature", [0.75, 0.13, 0.03])
+def test_scores_that_are_all_next_to_nothing_give_no_nan(temperature: float) -> None:
+    """Without a round of balancing the powers of 1e-6 are 0 in float32, and so is their sum."""
+    model = mixer(num_iterations=0, temperature=temperature)
+    with torch.no_grad():
+        model.qkv.weight.div_(3)
+    x_BLD, mask_BL = batch(18, 9, 4, 1)
+    weight_BLD = torch.randn_like(x_BLD) * mask_BL[..., None]
+    results = []
+    for dtype, attend in ((torch.float64, sinkhorn_attention), (torch.float32, None)):
+        model.to(dtype)
+        x = x_BLD.to(dtype).requires_grad_()
+        y_BLD = model(x, mask_BL) if attend is None else attend(model, x, mask_BL)
+        gradients = torch.autograd.grad((y_BLD * weight_BLD).sum(), [x, *model.parameters()])
+        results.append([y_BLD[mask_BL], gradients[0][mask_BL], *gradients[1:]])
+    for naive, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), naive, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["sorted", "arena"])
 def test_dropout_acts_on_weights_in_training_only(variant: Any) -> None:
     model = mixer(replace(SMALL, attention_dropout=0.5), variant=variant)
