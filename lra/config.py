@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -278,6 +279,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: expected 0 to 2**32 - 1")
+        for name in ("checkpoint", "init_from"):
+            if place := getattr(self, name):  # one place, one identity, however it is spelt
+                place = os.path.normpath(os.path.expanduser(place))
+                object.__setattr__(self, name, place)
         if self.pretrain.objective != "none":
             self.pretrain.as_train(self.train)  # checks its values
             if self.init_from:

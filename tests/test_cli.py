@@ -469,6 +469,14 @@ def test_a_bare_command_takes_no_liberties() -> None:
     assert config.hardware.device == "cpu" and config.hardware.precision == "float32"
 
 
+def test_a_place_of_weights_counts_however_it_is_spelt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    for key in ("init_from", "checkpoint"):
+        for spelt in ("outputs/a", "outputs/a/", "./outputs//a", "outputs/b/../a"):
+            assert getattr(typed(compose_config([f"{key}={spelt}"])), key) == "outputs/a"
+        assert getattr(typed(compose_config([f"{key}='~/a'"])), key) == "/home/x/a"
+
+
 def test_transformer_is_another_name_of_softmax() -> None:
     assert (
         typed(compose_config(["model=transformer"])).model
