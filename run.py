@@ -57,8 +57,8 @@ def main(cfg: DictConfig) -> float | None:
     exit_codes.append(outcome.exit_code)
     if settings.launch is not None:
         note(settings.launch, outcome)
-        if outcome.status == "interrupted" and settings.in_sweep_process:
-            # The signal was meant for the whole sweep, whose end Hydra does not announce then.
+        if outcome.ends_sweep and settings.in_sweep_process:
+            # Hydra does not announce the end of the sweep then.
             print_summary(settings.launch)
             sys.exit(outcome.exit_code)
     return objective(outcome)
@@ -145,6 +145,7 @@ def run(cfg: DictConfig, number: int, launch: Path | None) -> Outcome:
     return Outcome(
         number, record.status, EXIT_CODES[record.status], record.run_id, test, record.message,
         val, setting_text(record), trained_s,
+        ends_sweep=record.status == "interrupted" and not record.timed_out,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import tempfile
 import time
 import traceback
@@ -24,8 +25,7 @@ from lra.results import records
 from lra.results.blocks import curve_block, curve_so_far, data_block, result_block, speed_block
 from lra.results.records import Record, Status
 from lra.tasks.cache import Dataset, prepare
-from lra.training import distributed
-from lra.training.checkpoint import seed_everything
+from lra.training import checkpoint, distributed
 from lra.training.evaluate import is_at_chance
 from lra.training.gradient import is_out_of_memory
 from lra.training.hardware import Hardware
@@ -85,7 +85,7 @@ def run_job(
         done = finished(plan, own, data.fingerprint, hardware.describe(None), progress.say)
         if done := distributed.from_main(done):
             return records.load(done)
-        environment = records.environment()
+        environment, before_s = records.environment(), runs.wall_time_s(run_dir)
         meaning = meaning_of(plan, model, data.num_examples)
         if is_main:
             check_writable(plan.first_record.parent, "paths.results")
@@ -93,7 +93,7 @@ def run_job(
             progress.log = run_dir / "run.log"
             write_atomically(run_dir / "config.yaml", yaml.safe_dump(plan.plain, sort_keys=False))
             recorded = records.started(own) if own else None
-            runs.write_status(run_dir, "running", started_at, path.name, recorded)
+            runs.write_status(run_dir, "running", started_at, path.name, recorded, before_s)
             for stale in run_dir.glob("traceback*.txt"):
                 stale.unlink()
             progress.say(messages.header(plan, meaning, data, hardware, path))
@@ -114,7 +114,7 @@ def run_job(
             record = record_of(
                 plan, overrides, meaning, data, hardware, environment, ending,
                 groups=describe_groups(model, config.train), started_at=started_at,
-                wall_time_s=time.monotonic() - started,
+                wall_time_s=before_s + time.monotonic() - started,
             )  # fmt: skip
             if is_main:
                 with storing("paths.results"):
@@ -122,7 +122,10 @@ def run_job(
                         write_atomically(own, record.to_json())
                     else:
                         path = records.save_beside(record, config.paths.results)
-                runs.write_status(run_dir, record.status, started_at, path.name, started_at)
+                so_far_s = before_s + time.monotonic() - started
+                runs.write_status(
+                    run_dir, record.status, started_at, path.name, started_at, so_far_s
+                )
                 logger.finish(json.loads(record.to_json()), EXIT_CODES[record.status])
                 for text in messages.conclusion(record, path, others):
                     progress.say(text)
@@ -156,12 +159,14 @@ def first_weights(plan: Plan) -> Classifier:
             from examples that are to be validated or tested on.
     """
     config = plan.config
-    seed_everything(config.seed)
+    checkpoint.seed_everything(config.seed)
     model = make_model(config, plan.task)
     model.encoder.checkpoint_layers = config.hardware.activation_checkpointing
     if config.init_from:
         try:
             source, vocabulary = Path(config.init_from), plan.task.vocabulary_hash()
+            if not source.exists() and has_state(plan):
+                return model  # which goes on from what the run has left itself
             model.load_state_dict(selected_weights(source, model, vocabulary))
             for earlier in ancestry(source):
                 if shared := plan.task.overlaps(earlier.get("task", {})):
@@ -169,6 +174,13 @@ def first_weights(plan: Plan) -> Classifier:
         except ValueError as error:
             raise ValueError(f"init_from={config.init_from}: {error}") from None
     return model
+
+
+def has_state(plan: Plan) -> bool:
+    """Whether the run's folder has a state to go on from."""
+    needs_best = plan.config.train.selection != "last"
+    folder = plan.run_dir / "checkpoints"
+    return checkpoint.load_latest(folder, needs_best=needs_best)[0] is not None
 
 
 @dataclass(frozen=True)
@@ -317,10 +329,13 @@ def run_in_processes(plan: Plan, overrides: list[str]) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         refused = Path(folder) / "refused"
         try:
-            distributed.launch(
+            signals = distributed.launch(
                 _job_process, plan.config.hardware.num_devices, plan.config, overrides,
                 plan.reference, refused,
             )  # fmt: skip
+            if signals and own() == before:  # before the training, or without a way to save
+                print(f"stopped by {signals}", file=sys.stderr, flush=True)
+                sys.exit(EXIT_CODES["interrupted"])
         except RuntimeError:
             if refused.exists():
                 raise ValueError(refused.read_text()) from None
@@ -336,7 +351,9 @@ def _job_process(
     config: RunConfig, overrides: list[str], reference: Reference, refused: Path
 ) -> None:
     try:
-        run_job(config, overrides, reference)
+        record = run_job(config, overrides, reference)
     except (ValueError, OSError) as error:
         write_atomically(refused, str(error))
         raise
+    if distributed.is_main() and record.status in ("failed", "out_of_memory"):
+        sys.exit(EXIT_CODES[record.status])  # or the others might wait for this one

@@ -55,17 +55,32 @@ def now() -> str:
 
 
 def write_status(
-    run_dir: Path, status: str, started_at: str, record: str, recorded: str | None
+    run_dir: Path,
+    status: str,
+    started_at: str,
+    record: str,
+    recorded: str | None,
+    wall_time_s: float,
 ) -> None:
     """Say how the run stands.
 
     Args:
         record: the name of its record's file, or of the file that is to be it.
         recorded: `started_at` of the training that is in that file; None before there is one.
+        wall_time_s: what all starts of the run have taken, less those that were killed.
     """
     values = {"status": status, "started_at": started_at, "updated_at": now(),
-              "record": record, "recorded": recorded}  # fmt: skip
+              "record": record, "recorded": recorded, "wall_time_s": wall_time_s}  # fmt: skip
     write_atomically(run_dir / STATUS, json.dumps(values) + "\n")
+
+
+def wall_time_s(run_dir: Path) -> float:
+    """What earlier starts of the run have taken, as far as it is known."""
+    try:
+        status: Any = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
+        return float(status["wall_time_s"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def own_record(run_dir: Path, first: Path) -> Path | None:

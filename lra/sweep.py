@@ -34,6 +34,7 @@ class Outcome:
     val_accuracy: float | None = None  # at the selected step
     setting: str = ""  # what the command line changed in recipe and model
     trained_s: float | None = None  # None for a job that had nothing to train
+    ends_sweep: bool = False  # stopped by a signal, which is meant for all jobs of a process
 
 
 def objective(outcome: Outcome) -> float | None:

@@ -539,8 +539,30 @@ def test_a_time_limit_saves_and_the_next_start_goes_on(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole")
     first = run(tmp_path / "cut", train={"time_limit": 1e-9})
     assert first.status == "interrupted" and "train.time_limit" in first.message
+    assert first.timed_out and not whole.timed_out
+    status = tmp_path / "cut/outputs" / first.run_id / "status.json"
+    taken = json.loads(status.read_text())["wall_time_s"]
+    assert taken > (first.speed["wall_time_s"] or 0) > 0
     second = run(tmp_path / "cut")
     assert second.result == whole.result and second.curve == whole.curve
+    assert (second.speed["wall_time_s"] or 0) > taken > 0
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_run_needs_the_weights_that_it_began_from_no_more(tmp_path: Path, stopped: bool) -> None:
+    source = tmp_path / "outputs" / run(tmp_path).run_id
+    words: dict[str, Any] = {"init_from": str(source), "seed": 1}
+    whole = run(tmp_path / "whole", **words)
+    going = tmp_path / "going"
+    run(going, **words, train={"time_limit": 1e-9} if stopped else {})
+    source.rename(source.with_name("gone"))
+    assert run(going, **words).result == whole.result
+    with pytest.raises(ValueError, match=f"init_from={source}: {source}: no such run folder"):
+        run(tmp_path / "new", **words)
+    for state in going.glob("outputs/*/checkpoints/step-*.pt"):  # nothing to go on from
+        state.write_bytes(b"")
+    with pytest.raises(ValueError, match="no such run folder"):
+        run(going, **words)
 
 
 def test_a_run_at_chance_is_told_early(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,6 +151,11 @@ def test_a_signal_to_the_whole_sweep_ends_it_with_a_summary_and_it_goes_on_later
     }  # fmt: skip
 
 
+def test_a_time_limit_ends_one_job_and_not_the_sweep(tmp_path: Path) -> None:
+    code, out, _ = sweep(tmp_path, *BAD, "seed=0,4", "train.time_limit=1e-9")
+    assert code == 75 and out.strip().splitlines()[-1] == "2 jobs: 2 interrupted"
+
+
 def test_fail_fast_starts_no_further_job(tmp_path: Path) -> None:
     code, out, _ = sweep(tmp_path, *BAD, "seed=1,0,4", "sweep.fail_fast=true")
     assert code == 1 and "2 skipped" in out

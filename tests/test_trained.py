@@ -28,7 +28,9 @@ from lra.tasks.retrieval import Retrieval
 from lra.tasks.task import Task
 from lra.tasks.text import Text
 from lra.trained import evaluate_checkpoint
+from lra.training.checkpoint import checkpoints
 from lra.training.evaluate import Metrics, evaluate
+from lra.training.weights import selected_path
 from tests.test_job import SOFTMAX
 from tests.test_job import config as toy_config
 from tests.toy import Toy
@@ -187,6 +189,29 @@ def test_runs_that_are_not_there_or_not_finished(
     assert cut.status == "interrupted"
     with pytest.warns(UserWarning, match=r"not finished \(interrupted\): weights of step \d+ of"):
         lra.load(tmp_path / "outputs" / cut.run_id)
+
+
+@pytest.mark.parametrize("selection", ["last", "best_val"])
+def test_of_damaged_weights_the_newest_sound_ones_are_taken(
+    toy: Path, tmp_path: Path, selection: str
+) -> None:
+    """A state that names the best weights counts with them alone."""
+    train = {"selection": selection, "checkpoint_every": 4}
+    record = run_job(toy_config(tmp_path, train=train), [], Reference(None, SOFTMAX))
+    run_dir = tmp_path / "outputs" / record.run_id
+    newest, older = checkpoints(run_dir / "checkpoints")
+    if selection == "last":
+        assert selected_path(run_dir) == newest
+        newest.write_bytes(newest.read_bytes()[:1000])
+        assert selected_path(run_dir) == older
+    else:
+        (best,) = (run_dir / "checkpoints").glob("best-*.pt")
+        assert selected_path(run_dir) == best
+        best.unlink()
+        assert selected_path(run_dir) == older  # of a step before there was a best
+        older.unlink()
+        with pytest.raises(ValueError, match="no checkpoint in its folder .*that can be read"):
+            selected_path(run_dir)
 
 
 def test_what_each_task_takes(tmp_path: Path) -> None:

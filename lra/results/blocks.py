@@ -67,7 +67,8 @@ def speed_block(
     """Rates over the timed steps; null where no step was timed.
 
     Args:
-        wall_time_s: of the whole run, data and evaluations included.
+        wall_time_s: of the whole run, data and evaluations included; starts that were killed are
+            not known, and left out.
         train_time_s, steps, examples, tokens: of the timed steps alone.
         eval_time_s: of all evaluations on the validation split.
     """

@@ -206,6 +206,11 @@ class Record:
         return numbered(self.run_id, self.number)
 
     @property
+    def timed_out(self) -> bool:
+        """Whether it was its own time limit that stopped it."""
+        return self.status == "interrupted" and "train.time_limit=" in self.message
+
+    @property
     def inputs(self) -> str:
         """How the model reads pixels: as `ids`, or as `real` numbers."""
         return str(self.config.get("shape", {}).get("input", "ids"))

@@ -109,7 +109,8 @@ def load_latest(
 ) -> tuple[dict[str, Any] | None, list[str]]:
     """The newest readable state, or None, and a warning for each file that was passed over.
 
-    With `needs_best` the weights that the state calls best have to be readable too.
+    With `needs_best` the weights that the state calls best have to be readable too. Its step says
+    which file it was.
 
     Raises:
         OSError: the disk does not give a file.

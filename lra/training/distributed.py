@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lra.script import EXIT_INTERRUPTED
 from lra.training.stopping import STUCK_EARLY_S, end_if_stuck
 
 JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
@@ -203,10 +202,13 @@ def telling(text: str | None = None) -> Iterator[None]:
         timer.cancel()
 
 
-def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -> None:
+def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -> str:
     """Run `function(*arguments)` in processes of this machine and wait for all.
 
-    When one fails, the others are stopped.
+    When one fails, the others are stopped. Signals to this process are for all of them.
+
+    Returns:
+        The names of such signals; empty if there were none.
 
     Raises:
         RuntimeError: a process failed; carries its rank and traceback.
@@ -221,10 +223,13 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
         start_method="spawn",
     )  # fmt: skip
     assert context is not None
-    forwarded = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
+    forwarded = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         forwarded.append(signal.SIGHUP)
     received: set[int] = set()
+
+    def names() -> str:
+        return ", ".join(signal.Signals(s).name for s in sorted(received))
 
     def forward(number: int, _frame: object) -> None:
         received.add(number)
@@ -239,16 +244,15 @@ def launch(function: Callable[..., None], num_processes: int, *arguments: Any) -
     except mp.ProcessRaisedException as error:
         raise RuntimeError(str(error).strip()) from None
     except mp.ProcessExitedException as error:
-        if received:  # before the training, or without a way to save
-            names = ", ".join(signal.Signals(s).name for s in sorted(received))
-            print(f"stopped by {names}", file=sys.stderr, flush=True)
-            sys.exit(EXIT_INTERRUPTED)
+        if received:
+            return names()
         raise RuntimeError(f"process of rank {error.error_index} ended: {error}") from None
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
     if signal.SIGUSR2 in received:
         give_back_to_queue()
+    return names()
 
 
 def _worker(

@@ -62,7 +62,7 @@ class Hardware:
         if kind == "cuda":
             torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
             torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
-            torch.cuda.reset_peak_memory_stats()
+        self.forget_peak_memory()
 
     @property
     def name(self) -> str:
@@ -111,6 +111,11 @@ class Hardware:
         """Wait until the device has done all work, so that a clock may be read."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def forget_peak_memory(self) -> None:
+        """Count the peak anew, for a job or a phase of its own."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
 
     def peak_memory_bytes(self) -> int | None:
         """Most memory that tensors took on the device; None where it is not counted (CPU)."""

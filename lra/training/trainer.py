@@ -176,6 +176,7 @@ def train(
     """
     started = time.monotonic() if started is None else started
     folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
+    hardware.forget_peak_memory()
     model.to(hardware.device)
     optimizer = make_optimizer(model, cfg)
     scaler = torch.amp.GradScaler(hardware.device.type, enabled=hardware.config.precision == "fp16")

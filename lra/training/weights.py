@@ -44,16 +44,19 @@ def ancestry(source: Path) -> Iterator[dict[str, Any]]:
 
 
 def selected_path(source: Path, vocabulary: str | None = None) -> Path:
-    """A checkpoint file itself, or a run folder's best (else last) one.
+    """A checkpoint file itself, or a run folder's best one, the last where none was to be chosen.
 
     Raises:
         ValueError: nothing there, unreadable, or of another vocabulary.
     """
     from lra.training import checkpoint
 
+    if not source.exists():
+        raise ValueError(f"{source}: no such run folder or checkpoint file")
     path = source
     if source.is_dir():
-        state, warnings = checkpoint.load_latest(source / "checkpoints")
+        folder = source / "checkpoints"
+        state, warnings = checkpoint.load_latest(folder, needs_best=_needs_best(source))
         if state is None:
             why = f" that can be read ({warnings[0]})" if warnings else ""
             raise ValueError(f"{source}: no checkpoint in its folder 'checkpoints'{why}")
@@ -61,10 +64,18 @@ def selected_path(source: Path, vocabulary: str | None = None) -> Path:
             raise ValueError(
                 f"{source}: was trained with another vocabulary than this task has now"
             )
-        path = checkpoint.checkpoints(source / "checkpoints")[0]
-        best = source / "checkpoints" / f"best-{state['state']['best_step']:08d}.pt"
+        path = folder / f"step-{state['state']['step']:08d}.pt"
+        best = checkpoint.best_path(folder, state["state"]["best_step"])
         path = best if best.exists() else path
     return path
+
+
+def _needs_best(run_dir: Path) -> bool:
+    """Whether a run chooses its weights by validation, as far as its config is there to tell."""
+    try:
+        return bool(stored_config(run_dir, str(run_dir))["train"]["selection"] != "last")
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def selected_weights(source: Path, model: Any, vocabulary: str | None = None) -> dict[str, Any]:

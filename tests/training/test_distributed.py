@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,17 +12,20 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lra import job
 from lra.config import HardwareConfig
 from lra.results import records
 from lra.tasks.batches import Batch
 from lra.training import distributed
 from lra.training.gradient import num_micro_batches
 from tests import programs
+from tests.made_up import make_record
 from tests.test_cli import ROOT, TINY, call, read_record, timeless
 
 TWO = ["hardware.num_devices=2", "hardware.num_threads=1"]
@@ -116,7 +120,7 @@ def test_an_interrupted_run_of_two_processes_goes_on_bit_for_bit(tmp_path: Path)
     assert whole == cut
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_first_process_stops_all_with_their_state(
     tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -159,6 +163,19 @@ def test_an_error_in_one_process_ends_all_with_its_traceback(tmp_path: Path) -> 
     assert "rank 1" in record.message
     (trace,) = tmp_path.glob("outputs/*/traceback.txt")
     assert "injected in the second process" in trace.read_text()
+
+
+@pytest.mark.parametrize("status", ["failed", "completed"])
+def test_a_main_process_that_fails_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str
+) -> None:
+    """Its record is written, and its own end is what stops processes that wait for it."""
+    monkeypatch.setattr(job, "run_job", lambda *_: make_record(status=status))
+    arguments: Any = (None, [], None, tmp_path / "refused")
+    failing = pytest.raises(SystemExit) if status == "failed" else contextlib.nullcontext()
+    with failing as caught:
+        job._job_process(*arguments)
+    assert caught is None or caught.value.code == 1
 
 
 def test_bad_input_is_one_message_also_from_processes(tmp_path: Path) -> None:

@@ -62,6 +62,19 @@ with stop_on_signals() as stop:
     assert (done.returncode, done.stdout) == (0, "train.time_limit=1 s\n"), done.stderr
 
 
+def test_a_time_limit_leaves_signals_as_they_were_for_the_next_job() -> None:
+    done = python("""
+before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+with stop_on_signals() as stop:
+    stop.request("train.time_limit=1 s")
+print(before == [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)])
+with stop_on_signals():
+    os.kill(os.getpid(), signal.SIGTERM)
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)
+""")
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
+
+
 def test_after_the_training_nothing_is_watched() -> None:
     done = python("""
 with stop_on_signals():
