@@ -6,15 +6,18 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lra import runs
 from lra.console import aligned, duration
 from lra.plan import Plan
+from lra.pretraining import WEIGHTS, folder_name, identity_of
 from lra.results import records
 from lra.speed.cells import in_own_process
 from lra.speed.forecast import Forecast, batches_of
 from lra.sweep import first_line, makespan
+from lra.tasks.cache import Dataset, prepare
 from lra.tasks.workers import available_memory
 from lra.training import checkpoint
 
@@ -34,11 +37,6 @@ class Setting:
     forecast: Forecast | str  # or why there is none; empty if it is not needed
 
     @property
-    def seconds(self) -> float | None:
-        """Of a whole job; None where that is not known."""
-        return self.forecast.seconds if isinstance(self.forecast, Forecast) else None
-
-    @property
     def cells(self) -> tuple[str, ...]:
         """Its line of the plan."""
         finished = f" ({self.num_finished} finished)" if self.num_finished else ""
@@ -46,7 +44,9 @@ class Setting:
         if not isinstance(self.forecast, Forecast):
             return self.name, jobs, "not estimated" if self.forecast else "-", ""
         memory = f"{self.forecast.memory_bytes / 2**30:.1f} GiB"
-        return self.name, jobs, f"about {duration(self.forecast.seconds)}", memory
+        first = self.forecast.pretrain_seconds
+        about = f"about {duration(first + self.forecast.seconds)}"
+        return self.name, jobs, about + (f", phase 1 {duration(first)}" if first else ""), memory
 
 
 def settings_of(
@@ -76,7 +76,10 @@ def settings_of(
 
 
 def share_left(plan: Plan) -> float:
-    """How much of a run is still to be done, of its steps: 0 if it is finished, 1 if all is."""
+    """How much of a run is still to be done, of its steps: 0 if it is finished, 1 if all is.
+
+    Self-pretraining is not part of it; see `first_phases`.
+    """
     own = runs.own_record(plan.run_dir, plan.first_record)
     with contextlib.suppress(ValueError):  # a record that the run will replace, or refuse
         if own is not None and records.load(own).result is not None:
@@ -84,6 +87,31 @@ def share_left(plan: Plan) -> float:
     for newest in checkpoint.checkpoints(plan.run_dir / "checkpoints"):
         return max(0.0, 1 - checkpoint.step_of(newest) / plan.config.train.num_steps)
     return 1.0
+
+
+def first_phases(plans: Mapping[int, Plan]) -> dict[int, float]:
+    """How much of its self-pretraining each job still has to do, by number.
+
+    Jobs that share a first phase have it done by the first of them. Data have to be there: which
+    they are is in the name of the phase's folder.
+    """
+    prepared: dict[str, Dataset] = {}
+    shares: dict[int, float] = {}
+    folders: set[Path] = set()
+    for number, plan in sorted(plans.items()):
+        shares[number], pretrain = 0.0, plan.config.pretrain
+        if pretrain.objective == "none" or (plan.run_dir / WEIGHTS).exists():
+            continue
+        key = json.dumps([plan.plain["task"], str(plan.config.paths)], sort_keys=True)
+        if key not in prepared:
+            prepared[key] = prepare(plan.task, plan.config.paths.cache)
+        folder = plan.config.paths.outputs / folder_name(plan, identity_of(plan, prepared[key]))
+        if folder not in folders and not (folder / "result.json").exists():
+            newest = checkpoint.checkpoints(folder / "checkpoints")[:1]
+            done = checkpoint.step_of(newest[0]) if newest else 0
+            shares[number] = max(0.0, 1 - done / pretrain.num_steps)
+        folders.add(folder)
+    return shares
 
 
 def forecasts(
@@ -98,6 +126,7 @@ def forecasts(
         found[name] = errors[0] if errors else Forecast(
             sum(one["seconds"] for one in ended) / at_a_time,
             max(one["memory_bytes"] for one in ended),
+            sum(one["pretrain_seconds"] for one in ended) / at_a_time,
         )  # fmt: skip
     return found
 
@@ -135,7 +164,11 @@ def plan_sweep(
             threads = hardware["num_threads"] or num_threads
             configs[str(i)] = plan.plain | {"hardware": hardware | {"num_threads": threads}}
             try:
-                batches_of(plan.task, plan.config)  # prepares data, as the job would, and says so
+                # Prepares data, as the job would, and says so; if all are of one length, then only
+                # where the folder of the first phase is named after them.
+                batches_of(plan.task, plan.config)
+                if plan.config.pretrain.objective != "none":
+                    prepare(plan.task, plan.config.paths.cache)
             except (ValueError, OSError) as error:
                 found[str(i)] = first_line(error)
                 del configs[str(i)]
@@ -143,11 +176,14 @@ def plan_sweep(
         print("plan: timing a few steps (sweep.plan=false leaves it out)", flush=True)
         found |= forecasts(configs, at_a_time)
     settings = [replace(s, forecast=found.get(str(i), "")) for i, s in enumerate(settings)]
+    known = {n: s.forecast for s in settings if isinstance(s.forecast, Forecast) for n in s.numbers}
+    first = first_phases({n: plans[n] for n in known if left[n]})
     seconds: list[float | None] = [0.0] * len(jobs)
-    for setting in settings:
-        for number in setting.numbers:
-            share = left[number]
-            seconds[number] = share and setting.seconds and share * setting.seconds
+    for number, share in left.items():
+        if one := known.get(number):
+            seconds[number] = share * one.seconds + first.get(number, 0.0) * one.pretrain_seconds
+        elif share:
+            seconds[number] = None
     return settings, seconds
 
 
@@ -183,6 +219,8 @@ def plan_text(
     reasons = [s.forecast for s in settings if isinstance(s.forecast, str) and s.forecast]
     lines += [f"not estimated: {why}" for why in dict.fromkeys(reasons)]
     made = [s.forecast for s in settings if isinstance(s.forecast, Forecast)]
+    if any(forecast.pretrain_seconds for forecast in made):
+        lines.append("phase 1 is in the sum once for jobs that share it, and not where it is done")
     about = f"about {duration(makespan(seconds, at_a_time))}"
     if None in seconds:
         about = f"{about} and what is not estimated" if made else "no estimate"

@@ -379,8 +379,8 @@ def check_search(hydra: Any) -> None:
     direction = str(hydra.sweeper.get("direction", "maximize")).rpartition(".")[2]
     if direction != "maximize":
         fail(
-            f"hydra.sweeper.direction={direction}: a job's worth is its best validation accuracy; "
-            "expected maximize"
+            f"hydra.sweeper.direction={direction}: a job's worth is the validation accuracy of "
+            "its selected step; expected maximize"
         )
     first: dict[str, str] = {}  # the words of a job, by key
     last: dict[str, str] = {}

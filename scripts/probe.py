@@ -106,6 +106,8 @@ def main() -> None:
     for name in ("examples", "replaced"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name}={getattr(arguments, name)}: expected at least 1")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed={arguments.seed}: expected at least 0")
     from lra.probes import probe
 
     for run in map(Path, arguments.runs):

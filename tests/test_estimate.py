@@ -16,6 +16,7 @@ from lra.cli import compose_config, typed
 from lra.config import PretrainConfig, config_hash
 from lra.estimate import Setting, memory_needed, plan_sweep, plan_text
 from lra.plan import Plan
+from lra.pretraining import WEIGHTS, folder_name, identity_of
 from lra.speed.forecast import (
     Batches,
     Forecast,
@@ -44,7 +45,8 @@ def checked(folder: Path, *groups: list[str]) -> tuple[list[list[str]], dict[int
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
-    """Instead of a measurement: an hour for softmax, two for others; what was asked for."""
+    """Instead of a measurement: an hour for softmax, two for others, half of one for a first
+    phase; what was asked for."""
     asked: list[Mapping[str, Any]] = []
 
     def forecasts(
@@ -52,9 +54,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     ) -> dict[str, Forecast | str]:
         asked.append({"at_a_time": at_a_time, **configs})
         return {
-            name: Forecast(HOUR if "softmax" in plain["model"]["_target_"] else 2 * HOUR, GIB)
+            name: Forecast(
+                HOUR if "softmax" in plain["model"]["_target_"] else 2 * HOUR, GIB,
+                HOUR / 2 if "pretrain" in plain else 0.0,
+            )
             for name, plain in configs.items()
-        }
+        }  # fmt: skip
 
     monkeypatch.setattr(estimate, "forecasts", forecasts)
     monkeypatch.setattr(estimate, "available_memory", lambda: 3 * GIB)
@@ -64,10 +69,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
 def test_seconds_of_a_run_are_those_of_its_steps_and_evaluations(tmp_path: Path) -> None:
     run = config(tmp_path, "train.num_steps=10", "train.eval_every=4", "train.batch_size=8")
     batches = Batches([64], [64], num_val=20, num_test=30)
-    assert run_seconds(run, batches, step_s=2.0, example_s=0.1) == 20 + 3 * 2 + 3
+    assert run_seconds(run, batches, step_s=2.0, example_s=0.1) == (20 + 3 * 2 + 3, 0)
     pretrain = PretrainConfig("next", num_steps=5, batch_size=16, lr=0.1, eval_every=5)
-    more = run_seconds(replace(run, pretrain=pretrain), batches, step_s=2.0, example_s=0.1)
-    assert more == pytest.approx(29 + 5 * 2 * 2 + 2)  # twice the rows a step; one evaluation
+    both = run_seconds(replace(run, pretrain=pretrain), batches, step_s=2.0, example_s=0.1)
+    assert both == pytest.approx((29, 5 * 2 * 2 + 2))  # twice the rows a step; one evaluation
 
 
 def test_lengths_are_those_of_the_batches_that_will_be_made(tmp_path: Path) -> None:
@@ -123,6 +128,61 @@ def test_what_is_done_already_takes_no_time(
     assert plan_text(settings[1:], [0.0, 0.0], 1, "2 jobs").endswith("2 jobs: all finished")
 
 
+def test_a_first_phase_is_counted_once_for_the_jobs_that_share_it(
+    tmp_path: Path, measured: list[Mapping[str, Any]]
+) -> None:
+    # The rate and the steps of the second phase are none of the first's; the model is.
+    jobs, plans = checked(
+        tmp_path, ["model=luna", "pretrain=masked"], ["model=luna"],
+        ["model=luna", "pretrain=masked", "train.lr=0.1"],
+        ["model=luna", "pretrain=masked", "pretrain.num_steps=8", "train.num_steps=16"],
+        ["model=softmax", "pretrain=masked"],
+    )  # fmt: skip
+    settings, seconds = plan_sweep(jobs, plans, at_a_time=1, num_threads=None)
+    half = HOUR / 2
+    assert seconds == [5 * half] * 2 + [4 * half] * 6 + [3 * half] * 2
+    text = plan_text(settings, seconds, 1, "10 jobs")
+    assert "about 2 h 30 min, phase 1 30 min 00 s  1.0 GiB" in text.splitlines()[1]
+    assert "phase 1 is in the sum once for jobs that share it" in text
+    assert text.endswith("10 jobs: about 20 h 00 min")
+    assert "phase 1" not in plan_text(settings[1:2], [2 * HOUR], 1, "")
+
+
+def test_what_is_done_of_a_first_phase_takes_no_time(
+    tmp_path: Path, measured: list[Mapping[str, Any]]
+) -> None:
+    jobs, plans = checked(
+        tmp_path, ["model=luna", "pretrain=masked"], ["model=softmax", "pretrain=masked"]
+    )
+
+    def folder(number: int) -> Path:
+        data = prepare(plans[number].task, plans[number].config.paths.cache)
+        name = folder_name(plans[number], identity_of(plans[number], data))
+        return plans[number].config.paths.outputs / name
+
+    def leave(path: Path) -> None:
+        path.parent.mkdir(parents=True)
+        path.touch()
+
+    leave(folder(0) / "checkpoints/step-00000006.pt")  # of 8
+    leave(folder(1) / "result.json")
+    leave(plans[2].run_dir / WEIGHTS)
+    leave(plans[2].run_dir / "checkpoints/step-00000004.pt")
+    _, seconds = plan_sweep(jobs, plans, at_a_time=1, num_threads=None)
+    assert seconds == [HOUR / 2 / 4 + 2 * HOUR, 2 * HOUR, HOUR / 2, HOUR / 2 + HOUR]
+
+
+def test_pictures_that_are_not_there_leave_a_first_phase_without_an_estimate(
+    tmp_path: Path, measured: list[Mapping[str, Any]]
+) -> None:
+    places = [f"paths.{name}={tmp_path}/{name}" for name in ("cache", "outputs", "results", "data")]
+    jobs = [["model=luna", "task=image", "pretrain=masked", *places]]
+    settings, seconds = plan_sweep(
+        jobs, multirun.check_jobs(jobs, [])[0], at_a_time=1, num_threads=None
+    )
+    assert seconds == [None] and "cifar" in str(settings[0].forecast) and not measured
+
+
 def joblib_settings(n_jobs: int) -> Any:
     """What Hydra holds of a launcher that the command line chose."""
     return OmegaConf.create({
@@ -175,7 +235,8 @@ def test_no_sweep_ends_for_want_of_a_plan(
     assert multirun.show_plan(jobs, plans, hydra, may_lower=True) == []
     assert capsys.readouterr().out.endswith("otherwise: no estimate (injected)\n")
     # One setting that fails, or is killed, leaves the others their estimate.
-    answer = {"1 0": {"seconds": 60.0, "memory_bytes": GIB}, "0 0": {"error": "no data"}}
+    minute = {"seconds": 60.0, "memory_bytes": GIB, "pretrain_seconds": 0.0}
+    answer = {"1 0": minute, "0 0": {"error": "no data"}}
     monkeypatch.setattr(estimate, "in_own_process", lambda request: answer)
     assert multirun.show_plan(jobs, plans, hydra, may_lower=True) == [None, None, 60, 60]
     out = capsys.readouterr().out

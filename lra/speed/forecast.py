@@ -45,10 +45,11 @@ OWN_BYTES, IN_PIECES = 2**28, 2
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of a run from its first step to its test."""
+    """Of a run from its first step to its test; of self-pretraining apart, which runs may share."""
 
     seconds: float
     memory_bytes: int  # at the peak: of the process, or on a CUDA device of its tensors
+    pretrain_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -109,21 +110,26 @@ def extended(found: Sequence[tuple[int, float]], num_rows: int) -> float:
     return most + of_a_row * (num_rows - many)
 
 
-def run_seconds(config: RunConfig, batches: Batches, *, step_s: float, example_s: float) -> float:
-    """Seconds of a run's steps and evaluations.
+def run_seconds(
+    config: RunConfig, batches: Batches, *, step_s: float, example_s: float
+) -> tuple[float, float]:
+    """Seconds of a run's steps and evaluations, and those of its self-pretraining.
 
-    Self-pretraining is taken to cost as much an example as training.
+    The latter is taken to cost as much an example as training.
 
     Args:
         step_s: of a training step.
         example_s: of an example in an evaluation.
     """
     train, pretrain = config.train, config.pretrain
-    num_evaluations, seconds = -(-train.num_steps // train.eval_every), train.num_steps * step_s
+    num_evaluations, first = -(-train.num_steps // train.eval_every), 0.0
+    seconds = train.num_steps * step_s
+    seconds += (num_evaluations * batches.num_val + batches.num_test) * example_s
     if pretrain.objective != "none":
-        num_evaluations += -(-pretrain.num_steps // pretrain.eval_every)
-        seconds += pretrain.num_examples / train.batch_size * step_s
-    return seconds + (num_evaluations * batches.num_val + batches.num_test) * example_s
+        num_evaluations = -(-pretrain.num_steps // pretrain.eval_every)
+        first = pretrain.num_examples / train.batch_size * step_s
+        first += num_evaluations * batches.num_val * example_s
+    return seconds, first
 
 
 def forecast(config: RunConfig, job_number: int) -> Forecast:
@@ -180,8 +186,8 @@ def forecast(config: RunConfig, job_number: int) -> Forecast:
     model.eval()
     evaluator(part(batch, num_rows, batches.val[-1]))
     example_s = of_whole(evaluator, batches.val) / whole
-    seconds = run_seconds(config, batches, step_s=step_s, example_s=example_s)
-    return Forecast(seconds, memory_bytes)
+    seconds, first = run_seconds(config, batches, step_s=step_s, example_s=example_s)
+    return Forecast(seconds, memory_bytes, first)
 
 
 def print_forecasts(configs: Mapping[str, RunConfig], at_a_time: int) -> None:

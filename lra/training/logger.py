@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import json
 import os
+import secrets
 import shlex
 import struct
 import threading
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import LoggerConfig, config_hash
+from lra.files import write_atomically
 from lra.values import flatten
 
+WANDB_ID = "wandb-id.txt"  # in a run's folder
 ENDED = ("completed", "at_chance", "diverged")  # no step of such a run is still to come
 SUMMARY = ("status", "message", "result.", "protocol.", "speed.", "num_params", "peak_memory_bytes")
 # What wandb would collect by itself. Its own variables still ask for it: WANDB_CONSOLE=wrap, or
@@ -147,7 +150,7 @@ class Logger:
 
 
 class WandbRun:
-    """The run in Weights & Biases, under its own id; kept offline if the service is not there."""
+    """The run in Weights & Biases, under its own name; kept offline if the service is not there."""
 
     def __init__(
         self,
@@ -166,16 +169,18 @@ class WandbRun:
             if "WANDB_" + name.removeprefix("x").upper() not in os.environ
         } | {"init_timeout": config.timeout_s, "finish_timeout": config.timeout_s}
 
+        wandb_id = wandb_id_of(run_dir, run_id)
+
         def start(mode: Any) -> Any:
             return wandb.init(
-                project=config.project, entity=config.entity, id=run_id, name=run_id, mode=mode,
+                project=config.project, entity=config.entity, id=wandb_id, name=run_id, mode=mode,
                 group=config.group or config_hash(plain_config), config=plain_config, dir=run_dir,
                 resume="allow", reinit="create_new",
                 settings=wandb.Settings(finish_timeout_raises=True, **settings),
             )  # fmt: skip
 
         self._say, self._folder = say, run_dir / "wandb"
-        logs = list(self._folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
+        logs = list(self._folder.glob(f"*run-*-{wandb_id}/run-{wandb_id}.wandb"))
         self._offline_logs = [log for log in logs if log.parent.name.startswith("offline")]
         self._online = config.mode == "online" and wandb.setup().settings.mode in ("online", "run")
         if self._online:
@@ -220,6 +225,22 @@ class WandbRun:
                 log.with_suffix(".wandb.synced").touch()
         else:
             self._say(f"wandb    to upload the run: wandb sync {shlex.quote(str(self._folder))}")
+
+
+def wandb_id_of(run_dir: Path, run_id: str) -> str:
+    """The id in Weights & Biases of what is trained in this folder, drawn at its first start.
+
+    The run's own id would not do: trained once more in another folder, or by someone else, the run
+    would be taken for the first one going on, whose steps are all there already.
+    """
+    path = run_dir / WANDB_ID
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8").strip()
+    # A folder that an earlier version logged from goes on under the id that it has there.
+    is_earlier = any((run_dir / "wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
+    wandb_id = run_id if is_earlier else f"{run_id}-{secrets.token_hex(4)}"
+    write_atomically(path, wandb_id + "\n")
+    return wandb_id
 
 
 class TensorboardFiles:

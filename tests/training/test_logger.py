@@ -22,7 +22,7 @@ import pytest
 from lra.cli import compose_config, typed
 from lra.config import LoggerConfig, config_hash
 from lra.job import EXIT_CODES
-from lra.training.logger import Logger, check_installed, make_logger, records
+from lra.training.logger import WANDB_ID, Logger, check_installed, make_logger, records
 from tests.test_sweep import BAD, GOOD, found, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,16 +119,16 @@ def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     stop_service()
 
 
-def logs(run_dir: Path, run_id: str = RUN_ID) -> list[Path]:
+def logs(run_dir: Path) -> list[Path]:
     """wandb's own logs of a run, complete and in order of start."""
     stop_service()
-    return sorted((run_dir / "wandb").glob(f"*run-2*/run-{run_id}.wandb"))
+    return sorted((run_dir / "wandb").glob("*run-2*/run-*.wandb"))
 
 
-def curve(run_dir: Path, run_id: str = RUN_ID) -> list[tuple[int, dict[str, Any]]]:
+def curve(run_dir: Path) -> list[tuple[int, dict[str, Any]]]:
     """Steps and values in wandb's own logs of a run, in order of start."""
     rows = []
-    for log in logs(run_dir, run_id):
+    for log in logs(run_dir):
         for record in records(log):
             if record.HasField("history"):
                 items = {(i.key or "/".join(i.nested_key)): json.loads(i.value_json)
@@ -189,7 +189,8 @@ def test_an_offline_run_holds_curve_config_and_record(wandb: Any, tmp_path: Path
     assert each_step_once(curve(tmp_path)) and log.parent.name.startswith("offline-run-")
     assert curve(tmp_path)[3][1].keys() >= {"val/accuracy", "val/loss", "val/train_loss", "lr"}
     run = run_record(log)
-    assert (run.run_id, run.project, run.run_group) == (RUN_ID, "lra", config_hash(CONFIG))
+    assert (run.display_name, run.project, run.run_group) == (RUN_ID, "lra", config_hash(CONFIG))
+    assert re.fullmatch(f"{RUN_ID}-[0-9a-f]{{8}}", run.run_id)
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
     assert config["train"] == CONFIG["train"] and config["seed"] == 0
     files = log.parent / "files"
@@ -228,14 +229,14 @@ def test_two_jobs_in_one_process_are_two_runs(wandb: Any, tmp_path: Path) -> Non
     second.run(1, 20)
     codes, seeds = [], []
     for name in ("a", "b"):
-        (log,) = logs(tmp_path / name, name)
-        assert run_record(log).run_id == name
+        (log,) = logs(tmp_path / name)
+        assert run_record(log).display_name == name
         seeds += [
             json.loads(c.value_json) for c in run_record(log).config.update if c.key == "seed"
         ]
         codes += [r.exit.exit_code for r in records(log) if r.HasField("exit")]
     assert seeds == [0, 1] and codes == [1, 0]
-    assert each_step_once(curve(tmp_path / "b", "b"))
+    assert each_step_once(curve(tmp_path / "b"))
 
 
 @pytest.mark.parametrize("end", ["interrupted", "killed"])
@@ -397,7 +398,7 @@ def test_a_dead_service_harms_neither_the_run_nor_the_next(wandb: Any, tmp_path:
     warnings = [line for line in job.said if line.startswith("warning")]
     assert len(warnings) == 1 and "the run goes on without it" in warnings[0]
     Job(tmp_path / "b", OFFLINE, "b").run(1, 20)
-    assert each_step_once(curve(tmp_path / "b", "b"))
+    assert each_step_once(curve(tmp_path / "b"))
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for the process in /proc")
@@ -424,14 +425,17 @@ class Service(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.history: list[dict[str, Any]] = []
-        self.created: dict[str, Any] = {}
+        self.histories: dict[str, list[dict[str, Any]]] = {}  # by the run's id
+        self.created: dict[str, dict[str, Any]] = {}
         self.files: dict[str, bytes] = {}
         self.exit_code: int | None = None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    def curve(self) -> list[tuple[int, dict[str, Any]]]:
-        return [(row["_step"], row) for row in self.history]
+    def curve(self, wandb_id: str = "") -> list[tuple[int, dict[str, Any]]]:
+        """Of a run, or of the only one."""
+        if not wandb_id:
+            (wandb_id,) = self.created
+        return [(row["_step"], row) for row in self.histories[wandb_id]]
 
     def stop(self) -> None:
         self.shutdown()
@@ -454,25 +458,28 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.endswith("/file_stream"):
             part = body.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
             rows = [json.loads(line) for line in part["content"]]
-            server.history[part["offset"] : part["offset"] + len(rows)] = rows
+            history = server.histories.setdefault(self.path.split("/")[-2], [])
+            history[part["offset"] : part["offset"] + len(rows)] = rows
             server.exit_code = body.get("exitcode", server.exit_code)
             return self._reply({})
         given = body.get("variables") or {}
         project = {"id": "p", "name": "lra", "entity": {"id": "e", "name": "me"}}
-        bucket = {"id": "r", "name": given.get("name"), "displayName": given.get("displayName"),
-                  "historyLineCount": len(server.history), "project": project}  # fmt: skip
+        wandb_id = str(given.get("name"))
+        history = server.histories.get(wandb_id, [])
+        bucket = {"id": wandb_id, "name": wandb_id, "displayName": given.get("displayName"),
+                  "historyLineCount": len(history), "project": project}  # fmt: skip
         operation = re.search(r"(?:query|mutation)\s+(\w+)", body.get("query", ""))
         name = operation[1] if operation else ""
         data: dict[str, Any] = {}
         if name == "UpsertBucket":
-            server.created = server.created or given
+            server.created.setdefault(wandb_id, given)
             data = {"upsertBucket": {"bucket": bucket, "inserted": True}}
         elif name == "RunResumeStatus":
-            tail = json.dumps([json.dumps(row) for row in server.history[-1:]])
+            tail = json.dumps([json.dumps(row) for row in history[-1:]])
             bucket |= {"config": "{}", "wandbConfig": '{"t":1}', "summaryMetrics": "{}", "tags": [],
                        "historyTail": tail, "eventsTail": "[]", "eventsLineCount": 0,
                        "logLineCount": 0}  # fmt: skip
-            data = {"model": project | {"bucket": bucket if server.created else None}}
+            data = {"model": project | {"bucket": bucket if wandb_id in server.created else None}}
         elif name == "CreateRunFiles":
             data = {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": [
                 {"name": f, "uploadUrl": f"{server.url}/upload/{f}"} for f in given["files"]
@@ -523,20 +530,42 @@ def test_an_online_run_goes_on_where_the_service_is(
     second = Job(tmp_path, ONLINE)
     second.run(11, 20)
     assert each_step_once(service.curve()) and service.exit_code == 0
-    created = service.created
-    assert (created["name"], created["project"], created["groupName"]) == (RUN_ID, "lra", "seeds")
+    ((wandb_id, created),) = service.created.items()
+    names = created["displayName"], created["project"], created["groupName"]
+    assert names == (RUN_ID, "lra", "seeds")
     assert json.loads(created["config"])["train"]["value"] == CONFIG["train"]
     assert json.loads(service.files["record.json"]) == RECORD
     assert service.files.keys() <= {"record.json", "wandb-summary.json", "config.yaml"}
     assert json.loads(service.files["wandb-summary.json"])["result/test/accuracy"] == 0.5
-    assert first.said == second.said == [f"wandb    {service.url}/me/lra/runs/{RUN_ID}"]
+    assert first.said == second.said == [f"wandb    {service.url}/me/lra/runs/{wandb_id}"]
     assert "less than the current step" not in capfd.readouterr().err
+
+
+def test_a_run_trained_once_more_elsewhere_is_one_of_its_own(
+    service: Service, tmp_path: Path
+) -> None:
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        Job(folder, ONLINE).run(1, 20)
+        Job(folder, ONLINE).run(21, 24)
+    assert [given["displayName"] for given in service.created.values()] == [RUN_ID] * 2
+    assert all(each_step_once(service.curve(wandb_id), 24) for wandb_id in service.created)
+
+
+def test_a_folder_that_was_logged_under_the_id_of_the_run_goes_on_there(
+    service: Service, tmp_path: Path
+) -> None:
+    path = tmp_path / WANDB_ID
+    path.write_text(RUN_ID)
+    Job(tmp_path, ONLINE).run(1, 12, "interrupted")
+    path.unlink()  # earlier versions had no such file
+    Job(tmp_path, ONLINE).run(11, 20)
+    assert [*service.created] == [RUN_ID] and each_step_once(service.curve())
 
 
 def test_offline_parts_are_uploaded_as_one_run(service: Service, tmp_path: Path) -> None:
     Job(tmp_path, OFFLINE).run(1, 12, "interrupted")
     Job(tmp_path, OFFLINE).run(11, 20)
-    assert service.history == []
+    assert not service.histories
     sync(tmp_path / "wandb")
     assert each_step_once(service.curve()) and json.loads(service.files["record.json"]) == RECORD
 
@@ -564,20 +593,20 @@ def test_each_job_of_a_sweep_is_a_run_with_its_whole_curve_also_without_network(
             run_dir = tmp_path / "outputs" / record.run_id
             assert f"wandb sync {Path('outputs') / record.run_id / 'wandb'}" in out
             # A start that did not reach the service leaves a folder too, without a curve.
-            (log,) = [log for log in logs(run_dir, record.run_id) if "offline-run-" in str(log)]
+            (log,) = [log for log in logs(run_dir) if "offline-run-" in str(log)]
             config = {c.key: json.loads(c.value_json) for c in run_record(log).config.update}
-            assert (run_record(log).run_id, config["seed"]) == (record.run_id, seed)
+            assert (run_record(log).display_name, config["seed"]) == (record.run_id, seed)
             (code,) = [r.exit.exit_code for r in records(log) if r.HasField("exit")]
             assert code == EXIT_CODES[record.status]
             path = run_dir / "metrics.jsonl"
             written = map(json.loads, path.read_text().splitlines() if path.exists() else [])
             wanted = [(row["step"], row["loss"]) for row in written if row["split"] == "train"]
-            ours = [(step, v["train/loss"]) for step, v in curve(run_dir, record.run_id)]
-            server.history, server.created = [], {}
+            ours = [(step, v["train/loss"]) for step, v in curve(run_dir)]
+            server.histories, server.created = {}, {}
             sync(run_dir / "wandb")
             theirs = [(step, row["train/loss"]) for step, row in server.curve()]
             assert ours == theirs == wanted and len(wanted) == (8 if seed == 0 else 0)
-            assert server.created["name"] == record.run_id
+            assert [c["displayName"] for c in server.created.values()] == [record.run_id]
             assert json.loads(server.files["record.json"]) == json.loads(record.to_json())
     finally:
         server.stop()
