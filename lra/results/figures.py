@@ -175,8 +175,9 @@ def learning_curves(
         for row, cell in cells:
             details = [row.recipe] * several + [row.variant] * bool(row.variant)
             label = f"{row.model} ({', '.join(details)})" if details else row.model
-            dashes = DASHES[seen[row.model] % len(DASHES)]
-            seen[row.model] += 1
+            color = styles[row.model]["color"]  # which models may share
+            dashes = DASHES[seen[color] % len(DASHES)]
+            seen[color] += 1
             for run in cell.runs:
                 if _line(axes, _accuracies(run), linestyle=dashes, label=label,
                          **styles[row.model]):  # fmt: skip

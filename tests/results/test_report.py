@@ -249,6 +249,14 @@ def test_every_seed_has_a_line_of_its_own_and_no_mean_hides_it() -> None:
 
 
 @needs_matplotlib
+def test_models_that_share_a_colour_have_dashes_of_their_own() -> None:
+    rows = build([make_record(model=model) for model in ("luna", "softmax")]).rows
+    styles = {model: {"color": "#000000", "marker": "o"} for model in ("luna", "softmax")}
+    lines = figures.learning_curves(rows, styles).axes[0].get_lines()
+    assert len({str(line._dash_pattern) for line in lines}) == 2
+
+
+@needs_matplotlib
 def test_rows_that_one_panel_has_no_room_for_have_one_for_each_family() -> None:
     of = families(load_published())
     assert {m: of[m] for m in ("softmax", "s5", "mega", "bigbird", "fastformer")} == {
