@@ -170,7 +170,7 @@ def first_weights(plan: Plan) -> Classifier:
             model.load_state_dict(selected_weights(source, model, vocabulary))
             for earlier in ancestry(source):
                 if shared := plan.task.overlaps(earlier.get("task", {})):
-                    raise ValueError(f"{shared}; set another task.generator_seed")
+                    raise ValueError(shared)
         except ValueError as error:
             raise ValueError(f"init_from={config.init_from}: {error}") from None
     return model

@@ -254,7 +254,7 @@ class ListOps(GeneratedTask):
         return (
             f"{' and '.join(found)} examples are among those of the other training "
             f"(task.num_train={num_seen} there, {self.sizes['train']} here; generated splits are "
-            "slices of one row of expressions)"
+            "slices of one row of expressions); set another task.generator_seed"
         )
 
     def _with(self, config: Mapping[str, Any]) -> ListOps:

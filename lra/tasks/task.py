@@ -123,7 +123,8 @@ class Task(ABC):
         those that it lacks at their defaults; `source=auto` is decided as it would be here.
 
         Returns:
-            One sentence; empty where nothing is known to be shared. Odd content is no error.
+            One sentence, with what to do; empty where nothing is known to be shared. Odd content is
+            no error.
         """
         return ""
 
