@@ -304,9 +304,9 @@ MUTANTS = [
     Mutant("models/performer.py", "x_BHL1.cummax(dim=2).values", "x_BHL1.amax(dim=2, keepdim=True)",
            "models/test_performer.py later_keys"),
     # Tasks: readers and generators.
-    Mutant("lra/tasks/listops.py", "result = sum(args) % 10", "result = sum(args) % 9",
+    Mutant("lra/tasks/listops_files.py", "result = sum(args) % 10", "result = sum(args) % 9",
            "tasks/test_listops.py gives_the_value"),
-    Mutant("lra/tasks/listops.py", "if label != value:", "if label > value:",
+    Mutant("lra/tasks/listops_files.py", "if label != value:", "if label > value:",
            "tasks/test_listops.py label"),
     Mutant("lra/tasks/listops_generator.py", "spawn_key=(number,)", "spawn_key=(0,)",
            "tasks/test_listops.py distribution"),

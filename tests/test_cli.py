@@ -486,7 +486,7 @@ def test_transformer_is_another_name_of_softmax() -> None:
 
 def test_the_vocabulary_does_not_depend_on_hash_seeds() -> None:
     row = "[SM 3 [MAX 8 ] 1 ] [MIN [MED 0 9"
-    code = f"from lra.tasks.listops import encode; print(encode('{row}').tolist())"
+    code = f"from lra.tasks.listops_files import encode; print(encode('{row}').tolist())"
     outs = {
         subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": str(n)}, cwd=ROOT,

@@ -24,7 +24,8 @@ import pytest
 import yaml
 
 from lra.tasks.cache import cache_folder, prepare
-from lra.tasks.listops import ListOps, encode, evaluate, read_tsv
+from lra.tasks.listops import ListOps
+from lra.tasks.listops_files import encode, evaluate, read_tsv
 from lra.tasks.listops_generator import SYMBOLS, Limits, draw_block, generate
 from lra.tasks.task import SPLITS
 
@@ -167,7 +168,10 @@ def test_vocabulary_is_closed_and_ids_fit() -> None:
 
 
 def test_vocabulary_is_the_same_in_every_process() -> None:
-    code = "from lra.tasks.listops import SYMBOLS, encode; print(encode(' '.join(sorted(SYMBOLS))))"
+    code = (
+        "from lra.tasks.listops_files import SYMBOLS, encode\n"
+        "print(encode(' '.join(sorted(SYMBOLS))))"
+    )
     outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -702,7 +706,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     file = write_files(tmp_path, ["7"]) / "basic_train.tsv"
     file.write_bytes(GOOD + b"[MAX 3 4 ]\t4\n" * 700 + b"[MAX " + b"1 " * 30 + b"]\t1\n")
     assert len(list(read_tsv(file))) == 702
-    monkeypatch.setattr("lra.tasks.listops.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("lra.tasks.listops_files.MAX_LINE_BYTES", 64)
     with pytest.raises(ValueError, match=f"^{file}, line 703: more than 64 bytes"):
         list(read_tsv(file))
 

@@ -9,7 +9,8 @@ import pytest
 
 from lra.tasks import listops_levels
 from lra.tasks.batches import TokenArrays
-from lra.tasks.listops import ListOps, encode, evaluate
+from lra.tasks.listops import ListOps
+from lra.tasks.listops_files import encode, evaluate
 from lra.tasks.listops_generator import MAX, MED, MIN, SM, Limits, draw_block
 from lra.tasks.listops_levels import answers, count_values, follow, ladder, num_open
 
