@@ -114,6 +114,11 @@ class Image(CorpusTask):
         missing = ", ".join(_missing(self.place.path))
         return f"{text}, which lacks {missing}" if missing else text
 
+    @property
+    def held_by(self) -> tuple[Any, ...] | None:
+        """Likewise."""
+        return ("hashes", self.split_seed) if self.split == "stratified" else ("place",)
+
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content."""
         if self.source == "synthetic":

@@ -215,7 +215,7 @@ class ListOps(GeneratedTask):
         takes an unknown part of these.
         """
         try:
-            theirs = self._with(other)
+            theirs = self.with_keys(other)
             if self.kind == "files" or self._stream != theirs._stream:
                 return ""
         except (AttributeError, TypeError, ValueError, OSError):
@@ -237,19 +237,6 @@ class ListOps(GeneratedTask):
             f"(task.num_train={num_seen} there, {self.sizes['train']} here; generated splits are "
             "slices of one row of expressions); set another task.generator_seed"
         )
-
-    def _with(self, config: Mapping[str, Any]) -> ListOps:
-        """The task that has these keys of the yaml, as far as they decide which examples it has.
-
-        Raises:
-            AttributeError, TypeError, ValueError: it is of another task, or no such mapping.
-        """
-        target = str(config.get("_target_") or type(self).__name__)
-        if target.rpartition(".")[2] != type(self).__name__:
-            raise ValueError(f"task._target_={target}: expected {type(self).__name__}")
-        keys = ("source", "path", *GENERATOR_KEYS, "limit_train")
-        given = {key: config[key] for key in keys if config.get(key) is not None}
-        return type(self)(data_dir=self.data_dir, **given)
 
     def ladder(self, train: TokenArrays) -> Sequence[Rule]:
         """What following the outer levels of an expression gives; nothing for the stand-in."""

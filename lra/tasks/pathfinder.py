@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -225,6 +225,23 @@ class Pathfinder(GeneratedTask):
         shades = np.frombuffer(b" .:-=+*#%@", np.uint8)[values.astype(int) * 10 // 256]
         side = self.resolution
         return "\n".join(bytes(shades[i : i + side]).decode() for i in range(0, len(shades), side))
+
+    def overlaps(self, other: Mapping[str, Any]) -> str:
+        """Likewise: of files another `split_seed` has most in train; generated splits are apart."""
+        try:
+            theirs = self.with_keys(other)
+            if {self.kind, theirs.kind} != {"files"} or theirs.split_seed == self.split_seed:
+                return ""
+            if theirs._level.resolve() != self._level.resolve():
+                return ""
+        except (AttributeError, TypeError, ValueError, OSError):
+            return ""
+        about = "up to" if theirs.limit_train else "about"
+        return (
+            f"{about} 80 % of the val and of the test examples are among those of the other "
+            f"training (task.split_seed={theirs.split_seed} there, {self.split_seed} here); set as "
+            "there"
+        )
 
     # --- generated ---
 

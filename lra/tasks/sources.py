@@ -7,7 +7,7 @@ import hashlib
 import os
 import typing
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -261,6 +261,42 @@ class CorpusTask(FileTask):
         if last:
             self._loaded = None
         return rows
+
+    def overlaps(self, other: Mapping[str, Any]) -> str:
+        """Likewise: what is validation here is train where another part was held out, or none.
+
+        By the fractions, since nothing is read for it. Every source counts as the same corpus.
+        """
+        try:
+            theirs = self.with_keys(other)
+        except (AttributeError, TypeError, ValueError, OSError):
+            return ""
+        if self.held_by is None or "synthetic" in (self.source, theirs.source):
+            return ""
+        share = 1 if theirs.held_by is None else 1 - theirs.val_fraction
+        if theirs.held_by == self.held_by:  # the smaller part is the beginning of the larger
+            share = 1 - theirs.val_fraction / self.val_fraction
+        if share <= 0:
+            return ""
+        keys = ("validation", "split", "split_seed", "val_fraction")
+        differing = ", ".join(
+            f"task.{key}={getattr(theirs, key)} there, {getattr(self, key)} here"
+            for key in keys
+            if getattr(theirs, key, None) != getattr(self, key, None)
+        )
+        about = "up to" if theirs.limit_train else "about"
+        return (
+            f"{about} {100 * share:.0f} % of the validation examples are among those of the other "
+            f"training ({differing}); set as there"
+        )
+
+    @property
+    @abstractmethod
+    def held_by(self) -> tuple[Any, ...] | None:
+        """What decides which of the source's train are validation, but for `val_fraction`.
+
+        None: none of them is.
+        """
 
     @property
     def _hub_folder(self) -> Path | None:

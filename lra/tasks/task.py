@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 
@@ -127,6 +127,19 @@ class Task(ABC):
             no error.
         """
         return ""
+
+    def with_keys(self, config: Mapping[str, Any]) -> Self:
+        """The preparation of this task that has these keys of the yaml, and this data folder.
+
+        Raises:
+            AttributeError, TypeError, ValueError: it is of another task, or no such mapping.
+        """
+        target = str(config.get("_target_") or type(self).__name__)
+        if target.rpartition(".")[2] != type(self).__name__:
+            raise ValueError(f"task._target_={target}: expected {type(self).__name__}")
+        names = {key.name for key in fields(self) if key.init} - {"data_dir"}
+        given = {key: config[key] for key in names if config.get(key) is not None}
+        return type(self)(data_dir=self.data_dir, **given)
 
     @abstractmethod
     def describe_source(self) -> str:

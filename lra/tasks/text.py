@@ -105,6 +105,11 @@ class Text(CorpusTask):
         """`validation` says which split chooses the checkpoint."""
         return {"validation": self.validation, "difficulty": None}
 
+    @property
+    def held_by(self) -> tuple[Any, ...] | None:
+        """Likewise: with `validation=test` nothing is held out."""
+        return ("hashes", self.split_seed) if self.validation == "val" else None
+
     def settings(self) -> dict[str, Any]:
         """Every setting that shapes the content."""
         if self.source == "synthetic":

@@ -361,6 +361,30 @@ def test_the_stratified_split_follows_seed_and_content(tmp_path: Path) -> None:
     assert sorted(rows(task, "val")) == sorted(rows(moved, "val"))
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "percent"),
+    [
+        ({}, {}, 0),
+        ({}, {"split_seed": 1}, 0),  # which nothing reads
+        ({}, {"val_fraction": 0.25}, 0),
+        ({"val_fraction": 0.25}, {}, 60),
+        ({}, {"split": "stratified"}, 90),
+        ({"split": "stratified"}, {}, 90),
+        ({"split": "stratified"}, {"split": "stratified", "split_seed": 1}, 90),
+        ({"split": "stratified"}, {"split": "stratified", "val_fraction": 0.2}, 0),
+    ],
+)
+def test_other_splits_share_as_many_examples_as_is_said(
+    tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any], percent: int
+) -> None:
+    write_batches(tmp_path / INNER)
+    task = Image(data_dir=tmp_path, **ours)
+    train, val = set(rows(Image(data_dir=tmp_path, **theirs))), rows(task, "val")
+    assert abs(100 * sum(row in train for row in val) / len(val) - percent) <= 20  # of ten
+    said = task.overlaps({"_target_": "lra.tasks.image.Image", "grey": "pil", **theirs})
+    assert said.partition(" %")[0] == (f"about {percent}" if percent else "")
+
+
 def test_official_sizes() -> None:
     assert Image.official_sizes == {"train": 45_000, "val": 5_000, "test": 10_000}
 

@@ -202,6 +202,26 @@ def test_splits_are_disjoint_cover_everything_and_move_with_the_split_seed_only(
     assert cache_folder(task, tmp_path)[1] != cache_folder(other, tmp_path)[1]
 
 
+def test_another_split_seed_shares_most_of_val_and_test(tmp_path: Path) -> None:
+    write_release(tmp_path / LEVEL, [100] * 4)
+    task, other = small(tmp_path), small(tmp_path, split_seed=1)
+    train = set(rows(other, "train"))
+    for split in ("val", "test"):
+        assert 25 <= sum(row in train for row in rows(task, split)) <= 38  # of 40
+    said = task.overlaps({"_target_": "lra.tasks.pathfinder.Pathfinder", "split_seed": 1})
+    assert said.startswith("about 80 % of the val and of the test examples are among those of")
+    assert "task.split_seed=1 there, 0 here" in said
+    assert task.overlaps({"split_seed": 1, "limit_train": 9}).startswith("up to 80 %")
+    elsewhere = write_release(tmp_path / "b" / LEVEL, [3]).parents[1]
+    for theirs in (
+        {}, {"split_seed": -1}, {"split_seed": 1, "path": str(elsewhere)},
+        {"split_seed": 1, "path": str(tmp_path / "nowhere")}, {"source": "generated"},
+        {"split_seed": 1, "_target_": "lra.tasks.text.Text"}, 7,
+    ):  # fmt: skip
+        assert task.overlaps(theirs) == ""  # type: ignore[arg-type]
+    assert small(tmp_path, source="generated").overlaps({"split_seed": 1}) == ""
+
+
 @pytest.mark.parametrize(("count", "sizes"), [(3, (1, 1, 1)), (4, (2, 1, 1)), (29, (25, 2, 2))])
 def test_small_sets_have_all_splits(count: int, sizes: tuple[int, ...], tmp_path: Path) -> None:
     write_release(tmp_path / LEVEL, [count])

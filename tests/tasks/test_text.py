@@ -232,6 +232,49 @@ def test_equal_reviews_stay_on_one_side(tmp_path: Path) -> None:
         assert not {text for text, _ in found["val"]} & {text for text, _ in found["train"]}
 
 
+@pytest.mark.parametrize(
+    ("ours", "theirs", "percent"),
+    [
+        ({}, {}, 0),
+        ({}, {"validation": "test"}, 100),
+        ({}, {"split_seed": 1}, 90),
+        ({"split_seed": 2}, {"split_seed": 1, "val_fraction": 0.3}, 70),
+        ({}, {"val_fraction": 0.2}, 0),
+        ({"val_fraction": 0.4}, {"val_fraction": 0.1}, 75),
+    ],
+)
+def test_other_splits_share_as_many_examples_as_is_said(
+    tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any], percent: int
+) -> None:
+    write_tree(tmp_path, make_reviews(train=400))
+    task = Text(data_dir=tmp_path, **ours)
+    train, val = set(rows(Text(data_dir=tmp_path, **theirs))["train"]), rows(task)["val"]
+    share = 100 * sum(row in train for row in val) / len(val)
+    assert abs(share - percent) < (8 if "split_seed" in theirs else 1)
+    said = task.overlaps({"_target_": "lra.tasks.text.Text", "max_length": 9, **theirs})
+    assert said.partition(" %")[0] == (f"about {percent}" if percent else "")
+    for key, value in theirs.items() if percent else ():
+        assert f"task.{key}={value} there, {getattr(task, key)} here" in said
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"validation": "test"}, {}),  # its train may be theirs; nothing of test is
+        ({"source": "synthetic"}, {"source": "synthetic", "validation": "test"}),
+        ({}, {"split_seed": 1, "source": "synthetic"}),
+        ({}, {"split_seed": 1, "_target_": "lra.tasks.image.Image"}),
+        ({}, {"validation": "test", "val_fraction": "most"}),
+    ],
+)
+def test_what_is_other_data_or_no_config_has_no_overlaps(
+    tmp_path: Path, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    assert Text(data_dir=tmp_path, **ours).overlaps(theirs) == ""
+    limited = Text(data_dir=tmp_path).overlaps({"split_seed": 1, "limit_train": 10})
+    assert limited.startswith("up to 90 % of the validation examples")
+
+
 # --- places and forms ---
 
 
