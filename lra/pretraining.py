@@ -247,7 +247,8 @@ def _train(
         "val": {"loss": result.val_loss, "accuracy": result.val_accuracy},
         "curve": curve_block(state.curve),
         "speed": speed_block(
-            wall_time_s=state.train_time_s, train_time_s=state.train_time_s,
+            wall_time_s=None,  # several runs may have had a part in the phase
+            train_time_s=state.train_time_s,
             eval_time_s=state.eval_time_s, steps=state.timed_steps,
             examples=state.timed_examples, tokens=state.timed_tokens, max_lr=state.max_lr,
         ),

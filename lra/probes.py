@@ -1,7 +1,7 @@
 """How far a trained model looks: test rows seen through windows, shuffled, with tokens replaced.
 
 Every draw comes from the seed, the probe and the example's number, so nothing depends on batches.
-Lengths are the examples' own, and padding is never touched.
+Lengths are the examples' own, and padding, as much as the run evaluates with, is never touched.
 
 Shapes: N examples, S sequences of each, L length, C classes, T replaced tokens, B batch, D d_model.
 """
@@ -27,7 +27,7 @@ from lra.results.floors import load as load_floors
 from lra.results.probes import Agreement, Attention, Influence, Probes, Shuffle, Window
 from lra.results.statistics import sign_test
 from lra.tasks.batches import TokenArrays, eval_batches
-from lra.tasks.cache import Dataset, prepare
+from lra.tasks.cache import Dataset, prepare, stratified
 from lra.trained import TrainedModel
 from lra.training import checkpoint
 from lra.training.checkpoint import seed_everything
@@ -46,11 +46,13 @@ class Rows:
     """Test examples and how a model reads them."""
 
     examples: list[Sequences]
+    numbers_N: np.ndarray  # in the test split
     labels_N: np.ndarray
     max_length: int
     batch_size: int
     device: torch.device
     seed: int
+    pad_to: int | None = None  # as the run's own evaluation pads
 
     @property
     def longest(self) -> int:
@@ -59,7 +61,12 @@ class Rows:
 
     def draws(self, probe: int, detail: int, example: int, sequence: int) -> np.random.Generator:
         """Random numbers of one sequence in one probe."""
-        return np.random.default_rng([self.seed, probe, detail, example, sequence])
+        number = int(self.numbers_N[example])
+        return np.random.default_rng([self.seed, probe, detail, number, sequence])
+
+    def some(self, fitting: list[int], size: int) -> list[int]:
+        """Up to `size` of these examples, each class by its share: they may lie class by class."""
+        return [fitting[i] for i in stratified(self.labels_N[fitting], size)]
 
 
 @torch.no_grad()
@@ -68,7 +75,7 @@ def logits(model: Classifier, examples: list[Sequences], rows: Rows) -> np.ndarr
     arrays = TokenArrays.of(examples, len(examples[0]), rows.max_length)
     logits_NC = np.zeros((len(examples), model.num_classes))
     for indices in eval_batches(arrays.lengths, rows.batch_size):
-        batch = arrays.batch(indices).to(rows.device)
+        batch = arrays.batch(indices, rows.pad_to).to(rows.device)
         logits_NC[indices] = model(batch.tokens_BSL, batch.lengths_BS).double().cpu().numpy()
     return logits_NC
 
@@ -95,16 +102,14 @@ def own_floors(path: Path, data: Dataset) -> Floors | None:
     return floors if there == here else None
 
 
-def beside_floors(
-    right_N: np.ndarray, labels_N: np.ndarray, floors: Floors | None, count: int
-) -> list[Agreement]:
-    """The run beside each rule, on the first `count` test examples and on those of each class."""
+def beside_floors(right_N: np.ndarray, rows: Rows, floors: Floors | None) -> list[Agreement]:
+    """The run beside each rule, on all of the rows and on those of each class."""
     found = []
     for floor in (*floors.floors, *floors.ladder) if floors else ():
-        rule_N = floor.test.correct_N[:count]
-        for label in (None, *np.unique(labels_N).tolist()):
-            rows_N = np.full(len(labels_N), True) if label is None else labels_N == label
-            ours_N, theirs_N = right_N[rows_N], rule_N[rows_N]
+        rule_N = floor.test.correct_N[rows.numbers_N]
+        for label in (None, *np.unique(rows.labels_N).tolist()):
+            of_class_N = np.full(len(right_N), True) if label is None else rows.labels_N == label
+            ours_N, theirs_N = right_N[of_class_N], rule_N[of_class_N]
             only_run, only_floor = int((ours_N & ~theirs_N).sum()), int((theirs_N & ~ours_N).sum())
             z, p = sign_test(only_run, only_floor)
             agreement = float((ours_N == theirs_N).mean())
@@ -174,7 +179,8 @@ def influence(
     Each example has one of its tokens replaced at a random place and, for logits, the tokens at
     the distances 0, 1, 2, 4 ... behind its first; only the first sequence of a pair.
     """
-    chosen = [i for i, e in enumerate(rows.examples) if len(e[0]) > 1][:num_replaced]
+    fitting = [i for i, e in enumerate(rows.examples) if len(e[0]) > 1]
+    chosen = rows.some(fitting, num_replaced)
     distances = [0, *doubling(1, rows.longest - 1)]
     trained_d, untrained_d = (
         _changes_of_outputs(network, rows, chosen, distances, num_values)
@@ -232,7 +238,7 @@ def _changes_of_outputs(
 def outputs(model: Classifier, examples: list[Sequences], rows: Rows) -> Tensor:
     """What the encoder says of each token of single sequences; [B, L, D]."""
     arrays = TokenArrays.of(examples, 1, rows.max_length)
-    batch = arrays.batch(np.arange(len(examples))).to(rows.device)
+    batch = arrays.batch(np.arange(len(examples)), rows.pad_to).to(rows.device)
     tokens_BL = batch.tokens_BSL[:, 0]
     mask_BL = torch.arange(tokens_BL.shape[1], device=rows.device) < batch.lengths_BS
     x_BLD = model.encoder(tokens_BL, mask_BL)
@@ -265,10 +271,10 @@ def attention(model: Classifier, rows: Rows, num_examples: int) -> list[Attentio
     layers: list[nn.Module] = [getattr(b, "mixer", b) for b in model.encoder.layers()]
     if not all(hasattr(layer, "attention_weights") for layer in layers):
         return []
-    examples = [e for e in rows.examples if 1 < len(e[0]) <= MAX_LENGTH_OF_ATTENTION]
+    fitting = [i for i, e in enumerate(rows.examples) if 1 < len(e[0]) <= MAX_LENGTH_OF_ATTENTION]
     distances: list[list[np.ndarray]] = [[] for _ in layers]
     uniform = []
-    for example in examples[:num_examples]:
+    for example in (rows.examples[i] for i in rows.some(fitting, num_examples)):
         with _inputs_of(layers) as seen:
             outputs(model, [(example[0],)], rows)
         for found, layer, (x_BLD, mask_BL) in zip(distances, layers, seen, strict=True):
@@ -316,7 +322,7 @@ def probe(
 
     Args:
         run: its folder.
-        num_examples: of test, the first ones.
+        num_examples: of test, each class by its share.
         num_replaced: of these, in how many a token is replaced, and attention is looked at.
         seed: of cuts, shuffles and replacements.
         results: where the floors lie; None: as the run has it.
@@ -336,10 +342,11 @@ def probe(
             f"now ({data.fingerprint[:12]}); probes need the run's own"
         )
     test = data.test
-    count = min(num_examples, len(test))
+    numbers_N = stratified(test.labels, num_examples)
     rows = Rows(
-        [tuple(test.sequence(i, s) for s in range(task.num_sequences)) for i in range(count)],
-        test.labels[:count], task.max_length, config.train.batch_size, trained.device, seed,
+        [tuple(test.sequence(i, s) for s in range(task.num_sequences)) for i in numbers_N.tolist()],
+        numbers_N, test.labels[numbers_N], task.max_length, config.train.batch_size, trained.device,
+        seed, pad_to=task.max_length if config.train.pad_to_max else None,
     )  # fmt: skip
     seed_everything(config.seed)
     untrained = make_model(config, task).to(trained.device).eval()
@@ -365,9 +372,9 @@ def probe(
         run_id=run.resolve().name, task=task.name, model=model_name(config.model),
         fingerprint=data.fingerprint, step=trained.step, seed=seed,
         reach=None if reach is None else sum(reach),
-        num_examples=count, accuracy=accuracy, error=error,
+        num_examples=len(numbers_N), accuracy=accuracy, error=error,
         seconds=round(time.monotonic() - started, 1),
-        floors=beside_floors(right_N, rows.labels_N, floors, count), windows=by_window,
+        floors=beside_floors(right_N, rows, floors), windows=by_window,
         shuffles=by_shuffle, influence=by_distance, attention=by_head,
     )  # fmt: skip
     return found, results

@@ -84,25 +84,36 @@ def fitting(records: list[Record], text: str, *, scratch: bool = True) -> list[R
         known = nearest(model, sorted({r.model for r in records if r.result}))
         raise ValueError(f"{text}: no finished run of this task and recipe; {known}")
     for key, value in wanted.items():
-        kept, values, known = [], set(), set()
-        for record in own:
-            flat = all_settings(record)
-            found = [v for k, v in flat.items() if f".{k}".endswith(f".{key}")]
-            values |= {str(v) for v in found}
-            known |= {k for k in flat if k.startswith(SECTIONS)}
-            kept += [record] if any(_same(v, value) for v in found) else []
-        if not values:
-            near = nearest_key(key, known)
+        flats = [all_settings(record) for record in own]
+        known = {k for flat in flats for k in flat}
+        full = _full_key(key, known)
+        if len(full) > 1:
+            raise ValueError(f"{text}: {key} may be {' or '.join(full)}; name one")
+        if not full:
+            near = nearest_key(key, {k for k in known if k.startswith(SECTIONS)})
             raise ValueError(
                 f"{text}: unknown key {key}" + (f"; did you mean '{near}'?" * bool(near))
             )
-        own = kept
+        values = {str(flat[full[0]]) for flat in flats if full[0] in flat}
+        own = [r for r, flat in zip(own, flats, strict=True)
+               if full[0] in flat and _same(flat[full[0]], value)]  # fmt: skip
         if not any(r.result for r in own):
             raise ValueError(
                 f"{text}: none of the model's finished runs has {key}={value}; "
                 f"known: {', '.join(sorted(values))}"
             )
     return own
+
+
+def _full_key(key: str, known: set[str]) -> list[str]:
+    """The keys that a short one stands for, in full: those of the fewest sections.
+
+    Those of self-pretraining have to be named as such.
+    """
+    found = [k for k in known if f".{k}".endswith(f".{key}")]
+    found = [k for k in found if not k.startswith("pretrain.")] or found
+    fewest = min((k.count(".") for k in found), default=0)
+    return sorted(k for k in found if k.count(".") == fewest)
 
 
 def _same(value: object, text: str) -> bool:
@@ -289,7 +300,8 @@ def main() -> int:
         if model in MODELS:  # another name of one, perhaps
             names[i] = f"{model_name(compose_config([f'model={model}']).model)}{colon}{keys}"
     known = {
-        "task": {*TASKS, *(r.task for r in records)},
+        "task": {*(p.stem for p in (CONFIGS / "task").glob("*.yaml")), *TASKS,
+                 *(r.task for r in records)},
         "recipe": {*(p.stem for p in (CONFIGS / "recipe").glob("*.yaml")),
                    *(r.recipe for r in records)},
     }  # fmt: skip

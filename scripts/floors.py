@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from lra.build import make_task  # noqa: E402
 from lra.cli import compose_config, run_program, typed  # noqa: E402
 from lra.console import percent  # noqa: E402
+from lra.files import check_writable  # noqa: E402
 from lra.results import floors, rules  # noqa: E402
 from lra.tasks.cache import prepare  # noqa: E402
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("settings", nargs="+", metavar="key=value", help="task=NAME, any other key")
     config = typed(compose_config(parser.parse_args().settings))
     task = make_task(config)
+    check_writable(floors.floors_path(config.paths.results, task.name).parent, "paths.results")
     if message := rules.unavailable():
         print(message, file=sys.stderr)
     found = rules.measure(task, prepare(task, config.paths.cache))

@@ -126,26 +126,39 @@ def overview(words: list[str], lengths: list[int]) -> str:
     recipes = sorted(path.stem for path in (CONFIGS / "recipe").glob("*.yaml"))
     anywhere = [word for word in words if not word.startswith("recipe=")]
 
-    def count(model: str, recipe: str) -> int:
+    refused = []
+
+    def count(model: str, recipe: str) -> int | None:
         config = typed(compose_config([*anywhere, f"model={model}", f"recipe={recipe}"]))
-        with torch.device("meta"):
-            return num_params(make_model(config, make_task(config)))
+        task = make_task(config)
+        try:
+            with torch.device("meta"):
+                return num_params(make_model(config, task))
+        except ValueError as error:
+            refused.append(f"model={model} recipe={recipe}: {error}")
+            return None
 
     baseline = {recipe: count(BASELINE, recipe) for recipe in recipes}
-    parameters = [("parameters", *recipes), (BASELINE, *(f"{n:,}" for n in baseline.values()))]
+    parameters = [
+        ("parameters", *recipes),
+        (BASELINE, *(f"{n:,}" if n else "-" for n in baseline.values())),
+    ]
     operations = [("FLOPs a token", *(f"{length:,}" for length in lengths))]
     hours: list[tuple[str, ...]] = [("hours", *cost.CARDS)]
+    task = make_task(typed(compose_config(words)))
+    num_val = task.official_sizes.get("val")
     for model in all_models():
         if model != BASELINE:
             counts = {recipe: count(model, recipe) for recipe in recipes}
             parameters.append((model, *(over(counts[r], baseline[r]) for r in recipes)))
         config = typed(compose_config([*words, f"model={model}"]))
-        task = make_task(config)
+        if any(text.startswith(f"model={model} recipe={config.recipe}:") for text in refused):
+            continue
         wanted = [*lengths, task.max_length]
         found = cost.costs(partial(model_for, config, task), wanted, Hardware(config.hardware))
         flops = {n: c.flops / (n * task.num_sequences) for n, c in found.by_length.items()}
         operations.append((model, *(f"{flops[n]:,.0f}" if n in flops else "-" for n in lengths)))
-        longest, num_val = found.by_length.get(task.max_length), task.official_sizes.get("val")
+        longest = found.by_length.get(task.max_length)
         by_card = cost.hours_by_card(longest, config.train, num_val)
         hours.append((model, *(by_card.get(card, "-") for card in cost.CARDS)))
     return "\n".join([
@@ -158,11 +171,15 @@ def overview(words: list[str], lengths: list[int]) -> str:
         f"hours of a run ({cost.whole_run(num_val)}) if all inputs have {task.max_length:,} "
         f"tokens, {cost.ESTIMATE}; -: not counted at this length",
         *cost.columns(hours),
+        *["", "refused, so left out"][: 2 * bool(refused)],
+        *refused,
     ])  # fmt: skip
 
 
-def over(params: int, baseline: int) -> str:
-    """How far above softmax, with a mark for what breaks the 10 % rule."""
+def over(params: int | None, baseline: int | None) -> str:
+    """How far above softmax, with a mark for what breaks the 10 % rule; - where one is refused."""
+    if not params or not baseline:
+        return "- "
     return f"{100 * params / baseline - 100:+.1f} %{'*' if 10 * params > 11 * baseline else ' '}"
 
 

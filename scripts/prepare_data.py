@@ -33,7 +33,7 @@ from lra.cli import (  # noqa: E402
     run_program,
     typed,
 )
-from lra.files import write_atomically  # noqa: E402
+from lra.files import check_writable, write_atomically  # noqa: E402
 from lra.script import EXIT_USAGE, Parser, exit_codes  # noqa: E402
 from lra.tasks.batches import ARRAYS  # noqa: E402
 from lra.tasks.cache import Dataset, prepare, verify  # noqa: E402
@@ -68,6 +68,8 @@ def main() -> int:
     if own["task"] not in [*TASKS, "all"]:
         parser.error(f"task={own['task']}: not a choice; {nearest(own['task'], [*TASKS, 'all'])}")
 
+    if own["report"]:
+        check_writable(Path(own["report"]).parent, "report")
     reports, failed = {}, 0
     for name in TASKS if own["task"] == "all" else [own["task"]]:
         try:

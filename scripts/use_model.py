@@ -1,4 +1,4 @@
-"""Ask a trained model about inputs of your own, or about the first examples of its test split.
+"""Ask a trained model about inputs of your own, or about examples of its test split.
 
 python scripts/use_model.py outputs/RUN_ID
 python scripts/use_model.py outputs/RUN_ID "[MAX 4 3 [MIN 2 3 ] 1 0 ]"
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import lra  # noqa: E402
 from lra.script import run_script  # noqa: E402
-from lra.tasks.cache import prepare  # noqa: E402
+from lra.tasks.cache import prepare, stratified  # noqa: E402
 
 SHOWN = 60  # characters of an input
 
@@ -28,7 +28,12 @@ def main() -> None:
     )
     parser.add_argument("run", help="the folder of a run, as outputs/RUN_ID")
     parser.add_argument("inputs", nargs="*", help="what the task is about; default: test examples")
-    parser.add_argument("--examples", type=int, default=10, help="of test (default: %(default)s)")
+    parser.add_argument(
+        "--examples",
+        type=int,
+        default=10,
+        help="of test, each class by its share (default: %(default)s)",
+    )
     arguments = parser.parse_args()
 
     run = lra.load(arguments.run)
@@ -43,7 +48,7 @@ def main() -> None:
             print(f"{answer}  <-  {' | '.join(part[:SHOWN] for part in group)}")
         return
     test = prepare(task, run.config.paths.cache).test
-    rows = range(min(arguments.examples, len(test)))
+    rows = stratified(test.labels, arguments.examples).tolist()
     # Raw values, as the cache has them, are inputs as well.
     examples = [tuple(test.sequence(i, s) for s in range(count)) for i in rows]
     answers = run.predict([example if count > 1 else example[0] for example in examples])

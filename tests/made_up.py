@@ -69,7 +69,7 @@ def make_record(
         *groups, name = key.split(".")
         inner = config
         for group in groups:
-            inner = inner[group]
+            inner = inner.setdefault(group, {})
         inner[name] = value
         given.append(f"{key}={value}")
     digest = config_hash(config)

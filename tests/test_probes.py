@@ -60,7 +60,8 @@ def rows(place: int = 0, *, count: int = 200, batch_size: int = 16) -> Rows:
         for _ in range(count)
     ]
     labels_N = np.array([example[0][place] for example in examples])
-    return Rows(examples, labels_N, LENGTH, batch_size, torch.device("cpu"), seed=3)
+    numbers_N = np.arange(count)
+    return Rows(examples, numbers_N, labels_N, LENGTH, batch_size, torch.device("cpu"), seed=3)
 
 
 def classifier(mixer: Any, **knobs: Any) -> Classifier:
@@ -145,6 +146,30 @@ def test_no_probe_depends_on_batches() -> None:
             assert value == (same if isinstance(same, str) else pytest.approx(same, rel=1e-6)), key
 
 
+def test_a_part_has_each_class_by_its_share_and_draws_by_number() -> None:
+    """Also where a split lies class by class, as that of Text does."""
+    given = replace(rows(count=40), labels_N=np.arange(40) // 30)
+    chosen = given.some([i for i in range(40) if i % 2], 8)
+    assert all(i % 2 for i in chosen) and [i // 30 for i in chosen] == [0] * 6 + [1] * 2
+    assert given.some([3, 5], 8) == [3, 5]
+    moved = replace(given, numbers_N=np.arange(40) + 7)
+    assert moved.draws(2, 1, 0, 0).random() == given.draws(2, 1, 7, 0).random()
+
+
+def test_padding_is_as_in_the_evaluation_of_the_run() -> None:
+    model = classifier(NoMixing, positions="none", pooling="padded_mean", max_length=256)
+    given = rows(count=6, batch_size=1)
+    padded = replace(given, pad_to=4 * LENGTH)
+    tokens_BSL = torch.zeros(6, 1, 4 * LENGTH, dtype=torch.long)
+    for row, (values,) in zip(tokens_BSL, given.examples, strict=True):
+        row[0, : len(values)] = torch.from_numpy(values.astype(int)) + 1
+    lengths_BS = torch.tensor([[len(values)] for (values,) in given.examples])
+    with torch.no_grad():
+        expected = model(tokens_BSL, lengths_BS).numpy()
+    assert np.allclose(probes.logits(model, padded.examples, padded), expected)
+    assert not np.allclose(probes.logits(model, given.examples, given), expected)
+
+
 @pytest.mark.parametrize("name", all_models())
 def test_every_model_can_be_probed(name: str) -> None:
     small = ["shape.d_model=16", "shape.d_ff=16", "shape.num_heads=2", "shape.head_dim=8"]
@@ -185,11 +210,15 @@ def test_beside_a_rule_by_class() -> None:
         [Floor("rule", "a", score, score)],
         [Floor("rung", "b", score, score)],
     )
-    whole, first, second, *rung = probes.beside_floors(run_N, labels_N, floors, 4)
+    given = replace(rows(count=4), labels_N=labels_N)
+    whole, first, second, *rung = probes.beside_floors(run_N, given, floors)
     assert {r.name for r in rung} == {"rung"} and rung[0].agreement == whole.agreement
     assert (whole.label, whole.agreement, whole.only_run, whole.only_floor) == (None, 0.5, 1, 1)
     assert (first.label, first.only_run, first.only_floor, first.num_examples) == (0, 0, 1, 2)
     assert (second.label, second.only_run, second.only_floor) == (1, 1, 0)
+    some = replace(given, numbers_N=np.array([1, 3]), labels_N=labels_N[[1, 3]])
+    part = probes.beside_floors(run_N[[1, 3]], some, floors)[0]
+    assert (part.num_examples, part.only_run, part.only_floor) == (2, 0, 1)
 
 
 def test_rules_are_of_the_very_test_examples(tmp_path: Path) -> None:

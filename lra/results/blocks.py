@@ -56,7 +56,7 @@ def result_block(
 
 def speed_block(
     *,
-    wall_time_s: float,
+    wall_time_s: float | None,
     train_time_s: float = 0.0,
     eval_time_s: float | None = None,
     steps: int = 0,
@@ -68,7 +68,7 @@ def speed_block(
 
     Args:
         wall_time_s: of the whole run, data and evaluations included; starts that were killed are
-            not known, and left out.
+            not known, and left out. None: nobody knows.
         train_time_s, steps, examples, tokens: of the timed steps alone.
         eval_time_s: of all evaluations on the validation split.
     """

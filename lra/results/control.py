@@ -38,7 +38,8 @@ def tied_setting(record: Record) -> str:
 def control_command(runs: Sequence[Record]) -> str:
     """What to type for the control of runs with self-pretraining that differ in their seed only."""
     first, seeds = runs[0], ",".join(str(run.seed) for run in runs)
-    left_out = ("pretrain", "pretrain_task", "pretrain_recipe", *NO_IDENTITY)
+    # Of what is no part of a run's identity, the paths say which data and which records.
+    left_out = {"pretrain", "pretrain_task", "pretrain_recipe", *NO_IDENTITY} - {"paths"}
     words = {}
     for word in first.overrides:
         key = word.partition("=")[0].lstrip("+~")

@@ -92,6 +92,7 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
         + " Bars: sample deviation over seeds." * bars
         + " Bubble area: peak memory, hollow where it was not counted." * counted
     )
+    drawn = {row.model for task in tasks for row, _ in _chosen(rows, task)}
     for task, axes in zip_panels(tasks, panels):
         cells = _chosen(rows, task)
         memory = [max(run.peak_memory_bytes or 0 for run in cell.runs) for _, cell in cells]
@@ -130,9 +131,10 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
         axes.set_ylabel("test accuracy (%)")
     from matplotlib.lines import Line2D
 
-    models = [m for m in styles if any(row.model == m for row in rows)]
+    models = [m for m in styles if m in drawn]
     figure.legend(handles=[Line2D([], [], linestyle="", label=m, **styles[m]) for m in models],
-                  loc="outside lower center", ncols=6)  # fmt: skip
+                  loc="outside lower center", fontsize=7,
+                  ncols=max(3, int(figure.get_figwidth() / 1.2)))  # fmt: skip
     return figure
 
 
@@ -146,7 +148,8 @@ def _chosen(rows: Sequence[Row], task: str) -> list[tuple[Row, Cell]]:
 def _heading(rows: Sequence[Row], task: str, family: str = "") -> str:
     count = sum(task in row.cells for row in rows)
     heading = ", ".join(filter(None, (task_title(task), family)))
-    return heading + (f" (best {MAX_ROWS} of {count} rows)" if count > MAX_ROWS else "")
+    told = f" ({MAX_ROWS} of {count} rows, each model's best first)"
+    return heading + told * (count > MAX_ROWS)
 
 
 def learning_curves(

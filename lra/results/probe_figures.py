@@ -47,7 +47,9 @@ def beside_records(
 
     Those of runs that are no result are left out with a message, too.
     """
-    by_run = {(r.run_id, r.task, r.data.get("fingerprint")): r for r in records}
+    # Of several records of a run the one with a result counts, of these the latest.
+    latest_last = sorted(records, key=lambda r: (r.result is not None, r.finished_at))
+    by_run = {(r.run_id, r.task, r.data.get("fingerprint")): r for r in latest_last}
     found, messages = [], []
     for p in probes:
         record = by_run.get((p.run_id, p.task, p.fingerprint))

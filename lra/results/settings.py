@@ -110,6 +110,10 @@ def setting_text(record: Record) -> str:
     Empty for a run as published. Where data lie is no part of it.
     """
     flat, given = flatten(record.config), overrides(record)
+    # Another yaml of the same class, which has other values.
+    word = next((w for w in record.overrides if w.startswith("model=")), "")
+    if word.partition("=")[2] not in ("", record.model):
+        given = {"model": word.partition("=")[2]} | given
     shown = {k: v or flat[k] for k, v in given.items()
              if k not in ("task.source", "task.path", "task.strict")}  # fmt: skip
     return ", ".join(f"{_short(k, shown)}={_word(v)}" for k, v in shown.items())

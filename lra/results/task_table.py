@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lra.console import percent
-from lra.results.leaderboard import LEFT_OUT, REAL, SELF_PRETRAINED, build, why_left_out
+from lra.results.leaderboard import LEFT_OUT, REAL, SELF_PRETRAINED, Row, build, why_left_out
 from lra.results.published import FAIL, FAMILIES, PUBLISHED_NAMES, Published, task_title
 from lra.results.records import Record
 from lra.results.settings import setting_text
 from lra.results.statistics import wilson
+from lra.results.yardsticks import OF_PIXELS
 
 
 def task_table(
@@ -19,6 +20,10 @@ def task_table(
 
     A run on synthetic data stands alone, since its figure means something else.
     """
+
+    def reads(row: Record | Row | Published) -> str:
+        return f", {REAL}" * (task in OF_PIXELS and row.inputs == "real")
+
     records = [r for r in records if r.task == task]
     lines, below = [("", "model", "setting", "test %", "source")], []
     this = next((r for r in records if r.run_id == highlight_run_id), None)
@@ -27,7 +32,7 @@ def task_table(
         text = FAIL if this.status == "at_chance" else percent(100 * this.result.test.accuracy)
         why = why_left_out(this)
         note = f"this run, 95 % interval {100 * low:.1f} to {100 * high:.1f}"
-        note += f", {REAL}" * (this.inputs == "real")
+        note += reads(this)
         note += f", {SELF_PRETRAINED}" * (this.pretraining is not None)
         note += f"; {LEFT_OUT[why].lower()}, no result of the benchmark" if why else ""
         setting, changed = f"{this.recipe}, seed {this.seed}", setting_text(this)
@@ -40,7 +45,7 @@ def task_table(
     for row in [*board.rows, *(p.row for p in board.pretrained)]:
         cell, setting = row.cells[task], f"{row.recipe}{f', {row.variant}' if row.variant else ''}"
         if cell.runs != (this,):
-            told = "measured here" + f", {REAL}" * (row.inputs == "real")
+            told = "measured here" + reads(row)
             told += f", {SELF_PRETRAINED}" * row.pretrained
             lines.append(("", row.model, setting, str(cell), told))
     if this and this.protocol.data == "synthetic":
@@ -53,7 +58,7 @@ def task_table(
             p.variant,
             p.cells[task],
             p.source.split(" (")[0]
-            + f", {REAL}" * (p.inputs == "real")
+            + reads(p)
             + f", {SELF_PRETRAINED}" * (p.family == FAMILIES[-1]),
         )
         for p in published

@@ -214,6 +214,8 @@ class SplitWriter:
         cut = False
         for values in sequences:
             if not isinstance(values, bytes) and values.dtype != self.dtype:
+                if values.size and values.dtype.kind not in "biu":
+                    raise ValueError(f"{where} has values of {values.dtype}, expected integers")
                 if (
                     values.size
                     and not 0 <= int(values.min()) <= int(values.max()) < self.num_values

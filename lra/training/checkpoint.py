@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,11 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     for path in checkpoints(folder)[KEEP:]:
         path.unlink()
     oldest = step_of(kept[-1])
-    # Kept states may name any best weights newer than the oldest of them, or the newest before it.
+    # Kept states may name any best weights from the step of the oldest on, or the newest before it:
+    # a state that was saved before the evaluation of its own step names those.
     best = sorted(folder.glob("best-*.pt"), key=step_of, reverse=True)
-    needed = [p for p in best if step_of(p) > oldest] + [p for p in best if step_of(p) <= oldest][
-        :1
-    ]
+    older = [path for path in best if step_of(path) < oldest]
+    needed = [path for path in best if step_of(path) >= oldest] + older[:1]
     for path in set(best) - set(needed):
         path.unlink()
 
@@ -65,6 +66,9 @@ def read(path: Path) -> dict[str, Any]:
         OSError: the disk does not give it.
     """
     try:
+        with zipfile.ZipFile(path) as archive:  # whose checksums torch does not look at
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"its part {damaged} is damaged")
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:  # also what a damaged file makes of a place to read at

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -52,16 +52,20 @@ def accumulate_as_fits(
     *,
     num_examples: int,
     micro_batch_size: int,
+    statistics: Sequence[torch.Tensor] = (),
     say: Callable[[str], None],
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """`accumulate`, once more in parts of half the size whenever memory does not suffice.
 
-    `num_examples` is how many the whole batch has, in all processes.
+    Args:
+        num_examples: of the whole batch, in all processes.
+        statistics: what a forward pass in training changes, as batch norm does.
 
     Returns:
         Loss, hits, and the size of the parts that fitted.
     """
     random_states = checkpoint.random_states()
+    before = [x.clone() for x in statistics]
     while True:
         try:
             loss, hits = accumulate(
@@ -78,6 +82,8 @@ def accumulate_as_fits(
         say(f"out of memory; micro-batch is now {micro_batch_size}")
         optimizer.zero_grad(set_to_none=True)
         checkpoint.restore_random_states(random_states)
+        for now, then in zip(statistics, before, strict=True):
+            now.copy_(then)
 
 
 def num_micro_batches(num_examples: int, micro_batch_size: int) -> int:

@@ -248,6 +248,7 @@ def train(
         save()
         raise Interrupted(f"{why} at step {state.step}", cause) from None
 
+    statistics = [x for name, x in model.named_buffers() if ".running_" in f".{name}"]
     recent: list[Step] = []  # steps whose losses are still on the device
     clock, saved_at, warned = StepClock(state, hardware), time.monotonic(), data.test is None
     with stop_on_signals() as stop, progress.bar(cfg.num_steps, state.step) as bar:
@@ -292,7 +293,7 @@ def train(
             lr = set_rates(optimizer, state.step, cfg)
             loss, hits, fitting = accumulate_as_fits(
                 forward, batch, num_answers, hardware, scaler, optimizer,
-                num_examples=num_examples, micro_batch_size=micro_batch_size,
+                num_examples=num_examples, micro_batch_size=micro_batch_size, statistics=statistics,
                 say=lambda text: progress.say(f"step {state.step}: {text}"),
             )  # fmt: skip
             if fitting != micro_batch_size:

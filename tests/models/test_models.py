@@ -588,7 +588,9 @@ def test_causal_means_causal_or_is_refused(name: str) -> None:
         assert largest_difference(after_BLD[:, :25], before_BLD[:, :25]) < 1e-13
     else:
         assert torch.equal(after_BLD[:, :25], before_BLD[:, :25])
-    assert ((after_BLD - before_BLD)[0, 25:].abs().amax(dim=1) > 1e-9).all()
+    # A newcomer's may read few positions and not say so.
+    seen = 40 if name in NUM_PARAMS else 26
+    assert ((after_BLD - before_BLD)[0, 25:seen].abs().amax(dim=1) > 1e-9).all()
     for pooling in ("cls", "first"):
         with pytest.raises(ValueError, match=f"causal=true with shape.pooling={pooling}"):
             build(name, replace(SMALL, pooling=pooling), causal=True, **one_way)

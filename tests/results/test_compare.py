@@ -125,6 +125,19 @@ def test_settings_are_chosen_by_key(tmp_path: Path) -> None:
     assert done.returncode == 2 and "none of the model's finished runs has" in done.stderr
 
 
+def test_a_short_key_is_not_that_of_a_group_and_never_two(tmp_path: Path) -> None:
+    for decay, accuracy in ((0.05, 0.6), (0.0, 0.5)):
+        keys = {"train.weight_decay": decay, "train.groups.state.weight_decay": 0.0}
+        save(make_record(model="s4d", accuracy=accuracy, overrides=keys), tmp_path)
+    save(make_record(accuracy=0.4, overrides={"shape.lr": 1}), tmp_path)
+    here = f"--results={tmp_path}"
+    for value, difference in (("0.0", "+10.00 points"), ("0.05", "+20.00 points")):
+        done = command(f"s4d:weight_decay={value}", "luna", "task=listops", here)
+        assert done.returncode == 0 and difference in done.stdout, done.stderr
+    done = command("luna:lr=1", "s4d", "task=listops", here)
+    assert done.returncode == 2 and "lr may be shape.lr or train.lr; name one" in done.stderr
+
+
 def test_a_record_from_before_a_key_has_its_default(tmp_path: Path) -> None:
     for seed in (0, 1):
         save(make_record("listops", "luna", seed, 0.4), tmp_path)
@@ -159,6 +172,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         (["luna", "task=listops"], "expected two models and task=NAME"),
         (["luna", "softmax"], "expected two models and task=NAME"),
         (["luna", "softmax", "task=listop"], "did you mean 'listops'?"),
+        (["luna", "softmax", "task=text"], "luna: no finished run of this task and recipe"),
         (["luna", "softmax", "task=listops", "seed=1"], "expected two models"),
         (["luna", "softmx"], "softmx: not a model; did you mean 'softmax'?"),
         (["luna", "softmax", "task=listops", "recipe=LRA"], "did you mean 'lra'?"),

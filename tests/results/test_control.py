@@ -129,7 +129,7 @@ def test_a_missing_control_is_told_by_its_command() -> None:
     short = {"pretrain.num_steps": 1001, "pretrain.batch_size": 8, "train.num_steps": 500}
     (record,) = pretrained(1, overrides=short | {"paths.data": "d", "train.lr": 0.5})
     # 1001 x 8 examples are 250.25 steps of 32.
-    command = "python run.py model=luna task=listops train.lr=0.5 train.num_steps=751"
+    command = "python run.py model=luna task=listops paths.data=d train.lr=0.5 train.num_steps=751"
     assert control_command([record]) == command
     assert f"to be run: {command}" in tables.results_section(build([record]))
     record = dataclasses.replace(record, seed=3, overrides=["+pretrain=next", "experiment=x"])

@@ -602,6 +602,8 @@ def test_a_setting_is_told_by_what_the_command_line_changed() -> None:
         record, config=record.config | {"init_from": "outputs/a"}, overrides=["init_from=outputs/a"]
     )
     assert setting_text(record) == "init_from=outputs/a"
+    other_yaml = dataclasses.replace(record, overrides=["model=my_luna", "task=listops"])
+    assert setting_text(other_yaml) == "model=my_luna"
 
 
 def test_task_table_shows_this_run_beside_the_published_rows() -> None:
@@ -623,6 +625,8 @@ def test_task_table_shows_this_run_beside_the_published_rows() -> None:
     made_up = make_record(data="synthetic", accuracy=1.0)
     shown = task_table([made_up], load_published(), "listops", made_up.run_id)
     assert len(shown.splitlines()) == 3 and "synthetic data, no result" in shown
+    assert "real pixels" in task_table([], load_published(), "image", "")
+    assert "real pixels" not in task_table([], load_published(), "text", "")
     both = task_table([this, make_record(accuracy=0.37)], load_published(), "listops", this.run_id)
     assert "37.13 ± 0.18 (2)" in both
     reduced = make_record(budget="reduced")

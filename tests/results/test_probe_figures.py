@@ -33,6 +33,14 @@ def test_probes_go_with_a_record_of_the_same_run_and_data() -> None:
         assert probe_figures.beside_records([probes], [RECORD], options) == ([], [])
 
 
+def test_of_two_records_of_a_run_the_one_with_a_result_counts() -> None:
+    stopped = replace(make_record(status="interrupted"), finished_at="2099-01-01T00:00:00+00:00")
+    assert stopped.run_id == RECORD.run_id and stopped.result is None
+    for records in ([RECORD, stopped], [stopped, RECORD]):
+        runs, messages = probe_figures.beside_records([make_probes(RECORD)], records, Options())
+        assert [record for _, record in runs] == [RECORD] and messages == []
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [

@@ -289,7 +289,7 @@ def test_rows_that_one_panel_has_no_room_for_have_one_for_each_family() -> None:
 
     accuracies["none"] = 0.1
     assert titles(names, of) == ["ListOps"]
-    assert titles([*names, "none"], {}) == ["ListOps (best 10 of 11 rows)"]
+    assert titles([*names, "none"], {}) == ["ListOps (10 of 11 rows, each model's best first)"]
     assert titles([*names, "none"], of) == [
         "ListOps, attention", "ListOps, state space", "ListOps, moving average", "ListOps, other"
     ]  # fmt: skip
@@ -384,6 +384,16 @@ def test_speeds_say_what_they_were_measured_on() -> None:
         assert figure.axes[0].get_title().split("\n")[1] == where
         assert "memory" not in figure.get_suptitle()
     counted = [make_record(peak_memory_bytes=2**20)]
+    names = ["luna", "mega", "nystromformer", "fastformer", "softmax", "longformer", "s5",
+             "synthesizer", "linformer", "reformer", "performer"]  # fmt: skip
+    many = [make_record(model=m, overrides={"model.n": i}) for m in names for i in range(2)]
+    styles = figures.model_styles({r.model for r in many})
+    figure = figures.accuracy_speed(build(many).rows, styles)
+    figure.draw_without_rendering()
+    box, (legend,) = figure.bbox, figure.legends
+    inside = legend.get_window_extent()
+    assert box.x0 <= inside.x0 < inside.x1 <= box.x1
+    assert len(legend.get_texts()) == 10  # of the models drawn
     assert "memory" in figures.accuracy_speed(build(counted).rows, styles).get_suptitle()
     assert make_record(hardware={**hardware, "device": "cuda"}).device_text == "Chip, float32"
 

@@ -337,6 +337,18 @@ def test_the_report_of_the_default_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_that_one_recipe_refuses_is_left_out_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect_model, "all_models", lambda: ["softmax", "bigbird"])
+    words = ["model=all", "task=listops", "task.max_length=256"]
+    lines = inspect_model.overview(words, [64]).split("\n")
+    assert "- " in next(line for line in lines if line.startswith("bigbird"))
+    assert lines[-2] == "refused, so left out"
+    assert lines[-1].startswith("model=bigbird recipe=lra: model.num_random=3: only ")
+    assert sum(line.startswith("bigbird") for line in lines) == 3  # counted by its own recipe
+    lines = inspect_model.overview([*words, "recipe=lra"], [64]).split("\n")
+    assert sum(line.startswith("bigbird") for line in lines) == 1
+
+
 def test_all_models_have_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect_model, "all_models", lambda: ["softmax", "luna"])
     lines = [

@@ -202,10 +202,13 @@ def test_damaged_meta_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "row, message",
-    [((bytes([10]), 0), "a value is outside 0 to 9"), ((b"1", 2), "label 2, expected 0 to 1")],
-)
+    [
+        ((bytes([10]), 0), "a value is outside 0 to 9"), ((b"1", 2), "label 2, expected 0 to 1"),
+        ((np.array([1.5]), 0), "example 0 has values of float64, expected integers"),
+    ],
+)  # fmt: skip
 def test_examples_outside_the_vocabulary_or_the_classes_are_refused(
-    tmp_path: Path, row: tuple[bytes, int], message: str
+    tmp_path: Path, row: tuple[Any, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         toy_data(tmp_path, rows={s: [row] for s in SIZES})

@@ -29,6 +29,7 @@ from lra.training.hardware import Hardware
 from lra.training.progress import Progress
 from lra.training.stopping import Interrupted
 from lra.training.trainer import Diverged, Refused, cut_metrics, resume
+from models.norm import BatchNorm
 from tests import programs
 from tests.toy import SIZES, ToyModel, run, toy_data
 
@@ -338,10 +339,36 @@ def test_what_a_stopped_run_left_of_later_steps_takes_no_place_of_what_follows(
     assert names[0] == names[1]
 
 
+def test_best_weights_that_a_kept_state_names_stay(tmp_path: Path) -> None:
+    """A state that is saved before the evaluation of its own step names an older best."""
+
+    def state(step: int, best_step: int) -> None:
+        checkpoint.save(tmp_path, step, {"model": {}, "state": {"best_step": best_step}})
+
+    for step, best_step in ((20, 0), (40, 20), (60, 20)):
+        state(step, best_step)
+        checkpoint.write(checkpoint.best_path(tmp_path, step), {"model": {}})  # every one is better
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"step-00000040.pt", "step-00000060.pt", "best-00000020.pt"} <= names
+    state(80, 60)
+    assert "best-00000020.pt" not in {path.name for path in tmp_path.iterdir()}
+
+
 def test_a_look_at_a_running_run_leaves_its_half_written_file_alone(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, {"model": {}})
     (half := tmp_path / ".step-00000002.pt.abc.tmp").write_bytes(b"half")
     assert checkpoint.load_latest(tmp_path)[0] and half.exists()
+
+
+def test_a_turned_bit_makes_a_damaged_checkpoint(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"model": {"weight": torch.ones(1000)}})
+    (path,) = checkpoint.checkpoints(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(9).numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path, weights_only=True)["model"]["weight"][0] != 1  # torch does not mind
+    with pytest.raises(ValueError, match=r"step-00000001.pt: not a readable checkpoint .damaged"):
+        checkpoint.read(path)
 
 
 def test_a_disk_that_does_not_answer_is_no_damaged_checkpoint(
@@ -642,6 +669,30 @@ def test_a_test_loss_that_is_not_finite_is_no_result(
     monkeypatch.setattr("lra.training.trainer.evaluate", broken)
     with pytest.raises(Diverged, match="the test loss is inf"):
         run(tmp_path / "run", data)
+
+
+class RunsOutBehindBatchNorm(ToyModel):
+    """Has memory for three rows, but not before its norm has seen the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = BatchNorm(1, eps=1e-5, momentum=0.1)
+
+    def forward(self, tokens_BSL: Tensor, lengths_BS: Tensor) -> Tensor:
+        x_B11 = lengths_BS.to(torch.get_default_dtype())[:, :1, None]
+        shift_B1 = self.norm(x_B11, torch.ones(len(x_B11), 1, dtype=torch.bool))[:, 0]
+        if self.training and len(tokens_BSL) > 3:
+            raise torch.OutOfMemoryError("injected")
+        return super().forward(tokens_BSL, lengths_BS) + shift_B1
+
+
+def test_a_step_without_memory_leaves_no_trace_in_batch_statistics(tmp_path: Path) -> None:
+    data = toy_data(tmp_path)
+    halved = run(tmp_path / "halved", data, model=RunsOutBehindBatchNorm)
+    assert halved.micro_batch_size == 2
+    hardware = HardwareConfig(device="cpu", num_threads=1, micro_batch_size=2)
+    run(tmp_path / "small", data, model=RunsOutBehindBatchNorm, hardware=hardware)
+    assert same(weights(tmp_path / "halved"), weights(tmp_path / "small"))
 
 
 class RunsOut(ToyModel):
