@@ -621,6 +621,14 @@ class MegaAttention(nn.Module):
         return gate_B1D, h_B1D, MegaState(average, k_BCZ, v_BCV)
 
 
+class MegaGates(MegaAttention):
+    """The mixer in Mega's own block, which applies the gate itself: called, it gives u and h."""
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """As `gate_and_candidate`."""
+        return self.gate_and_candidate(x_BLD, mask_BL)
+
+
 class MegaBlock(Block):
     """Mega's own layer: gated attention and a feed-forward with silu, each with its norm.
 
@@ -638,9 +646,7 @@ class MegaBlock(Block):
 
     def attend(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Gated attention and its norm; [B, L, D]."""
-        assert isinstance(self.mixer, MegaAttention)
-        inner_BLD = self._mixer_input(x_BLD, mask_BL)
-        gate_BLD, h_BLD = self.mixer.gate_and_candidate(inner_BLD, mask_BL)
+        gate_BLD, h_BLD = self.mixer(self._mixer_input(x_BLD, mask_BL), mask_BL)
         y_BLD = x_BLD + gate_BLD * (self.dropout(h_BLD) - x_BLD)
         return y_BLD if self.pre_norm else self.norm1(y_BLD, mask_BL)
 
@@ -691,7 +697,7 @@ class MegaEncoder(Encoder):
             raise ValueError(f"model.block={block}: expected shared or own")
 
         def mixer() -> nn.Module:
-            return MegaAttention(
+            return (MegaAttention if block == "shared" else MegaGates)(
                 shape,
                 ema_size=ema_size,
                 bidirectional=bidirectional,

@@ -32,7 +32,7 @@ Variant = Literal["sorted", "arena"]
 HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0
 PIECE_SIZE = 2**18  # logits that a thread forms at a time
 SMALLEST_SHARE = 1e-30  # of a slot that is there; far smaller ones float32 cannot divide by
-SMALLEST_LOG = -60.0  # of the largest entry in a row of R
+SMALLEST_LOG, LARGEST_LOG = -60.0, 20.0  # of the largest entry in a row of R, if not balanced
 
 
 class SinkhornAttention(nn.Module):
@@ -175,7 +175,9 @@ class SinkhornAttention(nn.Module):
             # Unbalanced rows may vanish, but shares are divided by their sums. Raised as a whole to
             # what is still next to nothing, a row has the same shares.
             largest_BHN1 = log_BHNN.detach().amax(dim=-1, keepdim=True)
+            # A huge one, which noise over a low temperature makes, has no finite results.
             log_BHNN = log_BHNN + (SMALLEST_LOG - largest_BHN1).clamp(min=0.0)
+            log_BHNN = log_BHNN + (LARGEST_LOG - largest_BHN1).clamp(max=0.0)
         for _ in range(self.num_iterations):
             log_BHNN = log_BHNN.log_softmax(dim=-1).log_softmax(dim=-2)
         return log_BHNN.exp()

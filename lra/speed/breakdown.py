@@ -208,8 +208,12 @@ def count(run: Callable[[], object]) -> tuple[int, int]:
     return counter.get_total_flops(), bytes_counter.total
 
 
+# Operations in place that do not read what was there.
+WRITE_ONLY = tuple(f"aten::{name}_" for name in ("copy", "zero", "fill", "random", "exponential"))
+
+
 class ByteCounter(TorchDispatchMode):
-    """Adds up the bytes of the tensors that operations read and write."""
+    """Adds up the bytes of the tensors that operations read and write; tables as read whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +226,15 @@ class ByteCounter(TorchDispatchMode):
         returns = func._schema.returns
         is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         if not is_view and "empty" not in func.__name__:
-            self.total += sum(map(_bytes, tree_leaves((args, kwargs, out))))
+            # Targets are only written, and are the result.
+            written = {
+                a.name
+                for a in func._schema.arguments
+                if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+            }
+            read = {k: v for k, v in (kwargs or {}).items() if k not in written}
+            first = 1 if func._schema.name in WRITE_ONLY else 0
+            self.total += sum(map(_bytes, tree_leaves((args[first:], read, out))))
         return out
 
 

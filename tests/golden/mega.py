@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models import mega
 from models.classifier import Classifier, pool_tokens
-from models.mega import MegaAttention, MegaBlock, MegaEncoder, MovingAverage
+from models.mega import MegaBlock, MegaEncoder, MegaGates, MovingAverage
 from models.shape import Shape
 from tests.golden.case import Case, Result, call, linear
 from tests.golden.luna import batch_first, real, time_first
@@ -147,7 +147,7 @@ def block(case: Case) -> MegaBlock:
         d_model=first(config, "embed_dim", "embedding_dim"),
         d_ff=config.get("ffn_hidden_dim", 1),
     )
-    return case.build(lambda: MegaBlock(shape, MegaAttention(shape, **knobs(config))))
+    return case.build(lambda: MegaBlock(shape, MegaGates(shape, **knobs(config))))
 
 
 @contextmanager

@@ -216,6 +216,16 @@ def test_dropout_acts_on_weights_in_training_only(variant: Any) -> None:
     assert not torch.equal(model.train()(*rows), model(*rows))
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_unbalanced_noise_over_a_low_temperature_stays_finite(seed: int) -> None:
+    model = mixer(gumbel_noise=True, num_iterations=0, temperature=0.05).float().train()
+    torch.manual_seed(seed)
+    x_BLD = torch.randn(2, 64, SMALL.d_model).requires_grad_()
+    y_BLD = model(x_BLD, torch.ones(2, 64, dtype=torch.bool))
+    y_BLD.square().mean().backward()
+    assert x_BLD.grad is not None and y_BLD.isfinite().all() and x_BLD.grad.isfinite().all()
+
+
 def test_noise_of_the_sort_is_gumbel_and_only_in_training() -> None:
     shape = replace(SMALL, attention_dropout=0.0)
     model, plain = mixer(shape, gumbel_noise=True, num_iterations=0, temperature=1.0), mixer(shape)

@@ -26,11 +26,14 @@ from lra.speed import cells, peers, textbook
 from lra.speed.benchmarks import Benchmark, Key, Measurement, load_benchmarks, ratios_to, summarise
 from lra.speed.breakdown import ORDER, Roofline, breakdown, breakdown_rows, count
 from lra.speed.cells import CellFailed, in_own_process
+from lra.speed.cost import stage_shapes
 from lra.speed.limits import machine_limits
 from lra.speed.measure import measure, random_batch, step_times
 from lra.training.hardware import Hardware
 from lra.values import fill
+from models.classifier import Classifier
 from models.encoder import Encoder, make_encoder
+from models.mega import MegaEncoder
 from models.shape import Shape
 from tests import programs
 
@@ -389,6 +392,23 @@ def test_a_step_falls_into_parts(script: ModuleType, monkeypatch: pytest.MonkeyP
     assert rows[-1] == ["times softmax's speed", *["1.00 (spread 0 %)"] * 2]
     shares = [float(row[1].split()[0]) for row in rows[:-2]]
     assert sum(shares) == pytest.approx(100, abs=1)
+
+
+def test_bytes_are_those_read_and_written_once() -> None:
+    a, b, c = torch.ones(3, 64, 64)
+    matrix = 64 * 64 * 4
+    for operation, expected in (
+        (lambda: torch.mm(a, b), 3), (lambda: torch.mm(a, b, out=c), 3), (lambda: c.copy_(a), 2),
+        (lambda: c.zero_(), 1), (lambda: c.fill_(1.0), 1), (lambda: c.add_(a), 3),
+    ):  # fmt: skip
+        assert count(operation)[1] == expected * matrix
+
+
+def test_the_mixer_of_megas_own_block_is_seen() -> None:
+    shape = Shape(vocab_size=16, max_length=32, d_model=16, d_ff=16, num_heads=2, num_layers=1)
+    model = Classifier(MegaEncoder(shape, block="own"), shape, 2)
+    stages = [stage for stage, _ in stage_shapes(model, 32)]
+    assert stages.index("layer 1 mixer") < stages.index("layer 1 feed-forward")
 
 
 def test_roofline_shares() -> None:

@@ -208,6 +208,18 @@ def test_a_model_with_many_landmarks_is_counted_at_longer_lengths() -> None:
     assert found.by_length[2048] == cost.count(make(2048), 2048, CPU)
 
 
+def test_each_length_is_counted_in_a_model_made_for_it() -> None:
+    """BigBird with few blocks attends to everything, with more it does not."""
+
+    def make(length: int) -> Classifier:
+        return build("model=bigbird", "model.block_size=128", f"task.max_length={length}")
+
+    found = cost.costs(make, [1024, 4096], CPU)
+    for length in (1024, 4096):
+        assert found.by_length[length] == cost.count(make(length), length, CPU)
+    assert found.counted >= {1024, 4096}
+
+
 def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
     class Odd(nn.Module):
         """Its map is applied ever more often as the input grows."""
