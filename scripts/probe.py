@@ -109,8 +109,12 @@ def main() -> None:
     if arguments.seed < 0:
         raise ValueError(f"--seed={arguments.seed}: expected at least 0")
     from lra.probes import probe
+    from lra.training.weights import selected_path
 
-    for run in map(Path, arguments.runs):
+    runs = [Path(run) for run in arguments.runs]
+    for run in runs:
+        selected_path(run)  # all of them before hours of the first
+    for run in runs:
         found, results = probe(
             run, num_examples=arguments.examples, num_replaced=arguments.replaced,
             seed=arguments.seed, results=arguments.results,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,6 +247,17 @@ def test_a_change_has_the_decimals_of_its_error(
     value: float | None, error: float | None, text: str
 ) -> None:
     assert probe_script.small(value, error) == text
+
+
+def test_all_runs_are_looked_for_before_the_first_is_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = tmp_path / "good.pt"
+    good.touch()
+    monkeypatch.setattr("lra.probes.probe", lambda *_, **__: pytest.fail("probed"))
+    monkeypatch.setattr(sys, "argv", ["probe.py", str(good), str(tmp_path / "bad")])
+    with pytest.raises(ValueError, match="bad: no such run folder or checkpoint file"):
+        probe_script.main()
 
 
 def test_probes_are_read_as_they_were_written(tmp_path: Path) -> None:
