@@ -31,6 +31,7 @@ CHECKED = 2048
 SCALES = (1, 2, 4)  # of both, tried in turn
 TOLERANCE = 0.01  # of the check
 QUICK_FLOPS, QUICK_BYTES = 2e11, 4e9  # of one example, which a laptop runs in seconds
+CHEAP_FLOPS = 2e10  # likewise; attention of so many forms weights of a GB at most
 # Float32 peaks by the makers' data sheets, in FLOP/s; recipes train in float32.
 CARDS = {"A100": 19.5e12, "H100 SXM": 67e12, "RTX 4090": 82.6e12, "RTX 3060": 12.7e12}
 UTILISATION = (0.4, 0.1)  # of the peak, at best and at worst; assumed, as are the next
@@ -190,8 +191,10 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
             break
     by_length = {}
     for n in sorted(lengths):
-        # Also where the formulas hold: a model made for longer inputs may work otherwise.
-        if n not in counted and is_quick(n, max(counted), counted[max(counted)]):
+        # Also where the formulas hold, if it is cheap: a model made for longer inputs may work
+        # otherwise.
+        cheap = flops(n) <= CHEAP_FLOPS if found.hold else True
+        if n not in counted and cheap and is_quick(n, max(counted), counted[max(counted)]):
             counted[n] = count(make(n).to(hardware.device), n, hardware)
         if n in counted or found.hold:
             by_length[n] = counted.get(n) or Cost(flops(n), activations(n))
