@@ -175,8 +175,9 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
     """Costs at `lengths` of the models that `make` builds, each for the length as longest input.
 
     Where the formulas do not hold, as for a model with more landmarks than the shortest length has
-    tokens, longer ones are tried. If those do not help, lengths beyond them are counted as well, as
-    far as that surely takes seconds, and left out beyond.
+    tokens, longer ones are tried. Beyond these, lengths are counted as far as that is cheap, and
+    taken from the formulas from there on; without formulas as far as a run surely takes seconds,
+    and left out from there on.
     """
     lengths, counted = set(lengths), dict[int, Cost]()
     for scale in SCALES:
@@ -191,10 +192,9 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
             break
     by_length = {}
     for n in sorted(lengths):
-        # Also where the formulas hold, if it is cheap: a model made for longer inputs may work
-        # otherwise.
-        cheap = flops(n) <= CHEAP_FLOPS if found.hold else True
-        if n not in counted and cheap and is_quick(n, max(counted), counted[max(counted)]):
+        # A model made for longer inputs may work otherwise, also where the formulas hold.
+        is_cheap = not found.hold or flops(n) <= CHEAP_FLOPS
+        if n not in counted and is_cheap and is_quick(n, max(counted), counted[max(counted)]):
             counted[n] = count(make(n).to(hardware.device), n, hardware)
         if n in counted or found.hold:
             by_length[n] = counted.get(n) or Cost(flops(n), activations(n))
