@@ -126,8 +126,9 @@ def run(cfg: DictConfig, number: int, launch: Path | None) -> Outcome:
 
     overrides = list(HydraConfig.get().overrides.task)
     if config.checkpoint is not None:
-        evaluate_checkpoint(config, overrides)
-        return Outcome(number, "evaluated", 0, message=config.checkpoint)
+        status = evaluate_checkpoint(config, overrides)
+        name = "evaluated" if status == "completed" else status
+        return Outcome(number, name, EXIT_CODES[status], message=config.checkpoint)
     if launch is not None:
         run_id = make_plan(config, Reference(None, {})).run_id
         if (earlier := same_as(launch, number, run_id)) is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from lra.build import make_model, make_task
 from lra.config import RunConfig, TrainConfig
 from lra.console import percent
+from lra.results.records import Status
 from lra.results.statistics import wilson
 from lra.runs import STATUS
 from lra.tasks.batches import TokenArrays, eval_batches
@@ -144,8 +146,11 @@ def _warn_if_unfinished(run: Path, step: int, num_steps: int) -> None:
         )
 
 
-def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
+def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> Status:
     """Evaluate the selected weights of a run, on the data, paths and hardware of `config`.
+
+    Returns:
+        "completed", or "diverged" where a loss is not a finite number.
 
     Raises:
         ValueError: no such run or weights, an override that the checkpoint decides, or data with
@@ -180,6 +185,7 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
     progress = Progress()
     progress.say(f"{run_dir.name}: {task.describe_source()}\nweights of {_step_text(path)}")
     pad_to = data.meta["max_length"] if config.train.pad_to_max else None
+    status: Status = "completed"
     for name in ("val", "test"):
         size = config.hardware.micro_batch_size or config.train.batch_size
         split = getattr(data, name)
@@ -190,6 +196,10 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> None:
             f"{name:<5} accuracy {percent(100 * metrics.accuracy)} % (95 % interval {low:.1f} to "
             f"{high:.1f})  loss {metrics.loss:.4f}  {metrics.num_examples:,} examples"
         )
+        if not math.isfinite(metrics.loss):
+            progress.say(f"{name:<5} the loss is not a finite number: the outputs overflow")
+            status = "diverged"
+    return status
 
 
 def _step_text(path: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import runpy
@@ -289,6 +290,21 @@ def test_a_run_leaves_a_record_and_a_second_start_does_nothing(tmp_path: Path) -
         p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"
     }
     assert before == after
+
+
+def test_weights_whose_loss_is_no_number_end_an_evaluation_as_they_end_a_run(
+    tmp_path: Path,
+) -> None:
+    assert call(tmp_path, *TINY, "model=none")[0] == 0
+    (path,) = tmp_path.glob("outputs/*/checkpoints/best-*.pt")
+    code, out, err = call(tmp_path, f"checkpoint={path}")
+    assert code == 0 and "not a finite number" not in out, err
+    state = checkpoint.read(path)
+    for weight in state["model"].values():
+        weight.mul_(math.inf)
+    checkpoint.write(path, state)
+    code, out, err = call(tmp_path, f"checkpoint={path}")
+    assert code == 3 and out.count("the loss is not a finite number") == 2, err
 
 
 def test_the_commands_of_the_quick_start_end_in_a_record_and_a_table(tmp_path: Path) -> None:
