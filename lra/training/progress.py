@@ -58,6 +58,7 @@ class Progress:
             unit="step",
             disable=self.quiet or not sys.stderr.isatty(),
             dynamic_ncols=True,
+            smoothing=0,  # the time left is by the mean of all so far, evaluations among them
         ) as self._bar:
             yield self
         self._bar = None

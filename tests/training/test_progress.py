@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,22 @@ def test_work_that_is_counted_says_how_far_it_is(clock: Clock) -> None:
         clock.now += 2
         show(7)
     assert said[-1] == "  train: 7 pictures"
+
+
+def test_the_time_left_of_a_bar_counts_evaluations_too(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten steps of a second and an evaluation of 90 s: what is left takes nine times as long."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    with Progress().bar(100, 0) as bar:
+        for step in range(1, 11):
+            clock.now += 1 if step < 10 else 91
+            bar.update([{"loss": 2.0, "accuracy": 0.5}], step, 1000.0)
+        last = terminal.getvalue().split("\r")[-1]
+    assert "10/100 [01:40<15:00" in last and "loss=2.000" in last
 
 
 def test_a_slow_run_shows_its_first_step_and_how_far_an_evaluation_is(
