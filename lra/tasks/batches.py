@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 import numpy as np
 
+from lra.tasks.task import value_dtype
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -191,13 +193,14 @@ class SplitWriter:
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.num_sequences, self.max_length = folder, num_sequences, max_length
-        self.dtype = np.dtype(np.uint8 if num_values <= 256 else np.uint16)
+        self.dtype = value_dtype(num_values)
         self.num_values, self.num_classes = num_values, num_classes
         self.file: BinaryIO = (folder / "tokens.npy").open("wb+")
         # The header is rewritten at the end; numpy leaves room in it for any length.
         np.lib.format.write_array_header_1_0(self.file, self._header(0))
         self.lengths, self.labels = array("q"), array("q")
         self.truncated, self.longest = 0, 0
+        self.digests: list[bytes] = []  # of each example as it came, whole, and its class
 
     def _header(self, size: int) -> dict[str, Any]:
         return {"descr": self.dtype.str, "fortran_order": False, "shape": (size,)}
@@ -211,18 +214,12 @@ class SplitWriter:
         if not 0 <= label < self.num_classes:
             raise ValueError(f"{where} has label {label}, "
                              f"expected 0 to {self.num_classes - 1}")  # fmt: skip
-        cut = False
+        cut, digest = False, hashlib.blake2b(label.to_bytes(8), digest_size=16)
         for values in sequences:
-            if not isinstance(values, bytes) and values.dtype != self.dtype:
-                if values.size and values.dtype.kind not in "biu":
-                    raise ValueError(f"{where} has values of {values.dtype}, expected integers")
-                if (
-                    values.size
-                    and not 0 <= int(values.min()) <= int(values.max()) < self.num_values
-                ):
-                    raise ValueError(f"{where} has values outside "
-                                     f"0 to {self.num_values - 1}")  # fmt: skip
-                values = values.astype(self.dtype)
+            if not isinstance(values, bytes):
+                values = self._checked(np.asarray(values), where)
+            digest.update(len(values).to_bytes(8))
+            digest.update(values if isinstance(values, bytes) else values.tobytes())
             self.longest = max(self.longest, len(values))
             cut |= len(values) > self.max_length
             values = values[: self.max_length]
@@ -230,6 +227,21 @@ class SplitWriter:
             self.file.write(values if isinstance(values, bytes) else values.tobytes())
         self.truncated += cut
         self.labels.append(label)
+        self.digests.append(digest.digest())
+
+    def _checked(self, values: np.ndarray, where: str) -> np.ndarray:
+        """One sequence's values as they are stored, one after the other."""
+        if values.ndim != 1:
+            raise ValueError(
+                f"{where} has values of shape {values.shape}, expected a sequence (of a picture, "
+                "its pixels row by row)"
+            )
+        if values.dtype != self.dtype and values.size:
+            if values.dtype.kind not in "biu":
+                raise ValueError(f"{where} has values of {values.dtype}, expected integers")
+            if not 0 <= int(values.min()) <= int(values.max()) < self.num_values:
+                raise ValueError(f"{where} has values outside 0 to {self.num_values - 1}")
+        return np.ascontiguousarray(values, self.dtype)
 
     def close(self) -> dict[str, Any]:
         """Finish the files and describe them: counts, label histogram, SHA-256 of each array."""

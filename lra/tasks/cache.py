@@ -62,7 +62,7 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
     """SHA-256 over the files' names and bytes, wherever they lie.
 
     Reading gigabytes at every start would be slow, so the result is remembered under the files'
-    paths, sizes and modification times.
+    paths, sizes and times.
 
     Raises:
         OSError: a file cannot be read; names it and the config's keys.
@@ -87,7 +87,8 @@ def _signature(files: list[Path]) -> tuple[list[str], str]:
     names = [path[len(root) :].lstrip(os.sep).replace(os.sep, "/") for path in paths]
     stats = [os.stat(path) for path in paths]
     listing = "\n".join(
-        f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}"
+        # The last also tells a copy that kept the time of its original.
+        f"{name}\t{stat.st_size}\t{stat.st_mtime_ns}\t{stat.st_ctime_ns}"
         for name, stat in zip(names, stats, strict=True)
     )
     text = f"{os.path.realpath(root)}\n{listing}"
@@ -348,6 +349,33 @@ def copies(task: Task, reports: dict[str, Any]) -> str:
     return ""
 
 
+def shared(task: Task, digests: dict[str, list[bytes]]) -> list[str]:
+    """How many examples of val and test are in train, too, and how many of test in val, in words.
+
+    Not val and test where the protocol validates on test. The benchmark's own files have a few
+    (IMDb reviews that were posted twice), so few are a remark.
+
+    Raises:
+        ValueError: more than half of a split are.
+    """
+    found = []
+    for first, second in itertools.combinations(SPLITS, 2):
+        if first == "val" and task.protocol.get("validation") == "test":
+            continue
+        known = set(digests[first])
+        count, total = sum(d in known for d in digests[second]), len(digests[second])
+        if 2 * count > total:
+            files = listing(task.source_files())
+            raise ValueError(
+                f"task '{task.name}': {count:,} of the {total:,} {second} examples are in {first}, "
+                f"too{f' (read from {files})' if files else ''}; expected examples of its own in "
+                "each split: has a file been copied over another?"
+            )
+        if count:
+            found.append(f"{count:,} of the {total:,} {second} examples are in {first}, too")
+    return found
+
+
 def truncation(task: Task, split: str, report: dict[str, Any]) -> str:
     """How many examples of a split do not fit, in words."""
     return (
@@ -405,6 +433,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         "remarks": [],
         "splits": {},
     }
+    digests: dict[str, list[bytes]] = {}
     print(f"preparing {task.name} from {task.describe_source()}", file=sys.stderr, flush=True)
     try:
         temporary.mkdir()
@@ -423,7 +452,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 for number, (sequences, label) in enumerate(task.examples(split), start=1):
                     writer.add(sequences, label)
                     show(number)
-            report = writer.close()
+            report, digests[split] = writer.close(), writer.digests
             if not report["num_examples"]:
                 raise ValueError(
                     f"task '{task.name}': the {split} split of {task.describe_source()} is empty"
@@ -439,6 +468,8 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
             meta["splits"][split] = report
         if remark := copies(task, meta["splits"]):
             task.remarks.append(remark)
+        elif task.kind == "files":
+            task.remarks += shared(task, digests)
         if left_out := task.left_out():
             task.remarks.append(f"not read ({len(left_out)}): {shortened(left_out)}")
         meta["remarks"] = task.remarks
@@ -446,6 +477,11 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
             print(f"  task '{task.name}': {remark}", file=sys.stderr)
         meta["seconds"] = round(time.monotonic() - started, 3)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        if cache_folder(task, folder.parent)[1] != fingerprint:
+            raise ValueError(
+                f"task '{task.name}': {task.describe_source()} has changed while it was read; once "
+                "it is whole, run the same command again"
+            )
         (temporary / BUILDER).unlink()
         shutil.rmtree(folder, ignore_errors=True)  # a cache without its meta.json
         os.replace(temporary, folder)

@@ -205,6 +205,8 @@ class ListOps(GeneratedTask):
         else:
             first = sum(self.sizes[earlier] for earlier in SPLITS[: SPLITS.index(split)])
             rows = self._rows[first : first + self.sizes[split]]
+            if split == SPLITS[-1]:
+                del self._rows  # some 100 MB, which a training has no use for
         for values, label in rows:
             yield Example((values,), label)
 

@@ -330,7 +330,7 @@ class Pathfinder(GeneratedTask):
             own.append(self._root)
         names = rf"pathfinder{self.resolution}(?![0-9]).*|pathfinder\..*|curv_.*"
         if self.resolution == 128:
-            names += r"|path-?x\b.*"
+            names += r"|path-?x\b(?!-[0-9a-f]{12}).*"  # but not a cache
         found = unread(own, shared, f"{names}|{PACKED}")
         sides = {f"pathfinder{side}" for side in (32, 64, 128, 256)}
         return [path for path in found if path.name not in sides]

@@ -130,9 +130,13 @@ class Retrieval(FileTask):
             number = 0
             while line := file.readline(MAX_ROW_BYTES + 1):
                 number += 1
+                is_cut = not line.endswith(b"\n") and _is_open(line)
                 line = line.removesuffix(end)
                 try:
-                    yield parse_row(line, self.decode_literals)
+                    example = parse_row(line, self.decode_literals)
+                    if is_cut:
+                        raise ValueError("ends within a bytes literal: has the file been cut?")
+                    yield example
                 except ValueError as error:
                     if self.on_bad_row == "error":
                         raise ValueError(f"{path}, line {number}: {error}") from None
@@ -228,6 +232,9 @@ class Retrieval(FileTask):
                 f"task 'retrieval': {place.path} has no {' and no '.join(missing)}; expected "
                 f"{', '.join(FILES.values())}{_other_names(place.path)}"
             )
+        for file in files:  # before gigabytes of the others are read
+            if file.stat().st_size == 0:
+                raise ValueError(f"{file}: empty, expected rows of {COLUMNS}")
         return files
 
     def _not_found(self) -> ValueError:
@@ -255,6 +262,12 @@ def _form(folder: Path, name: str) -> Path:
     """A file as it is, or else compressed."""
     packed = folder / f"{name}.gz"
     return packed if packed.is_file() and not (folder / name).is_file() else folder / name
+
+
+def _is_open(line: bytes) -> bool:
+    """Whether a row's last document begins as a bytes literal and does not end as one."""
+    last = line.rpartition(b"\t")[2]
+    return last[:2] in (b"b'", b'b"') and not _LITERAL.fullmatch(last)
 
 
 def _other_names(folder: Path) -> str:

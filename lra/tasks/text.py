@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from lra.tasks.archives import read_file, tar_members
+from lra.tasks.beside import shortened
 from lra.tasks.columnar import TableRow, class_of
 from lra.tasks.sources import CorpusTask, Row, held_out
 from lra.tasks.task import Example
@@ -173,15 +174,18 @@ class Text(CorpusTask):
 
     def _read_archive(self, archive: Path) -> dict[str, list[Row]]:
         texts: dict[str, dict[str, bytes]] = {name: {} for name in TREE}
+        odd: list[str] = []
         for member, text in tar_members(archive, lambda name: bool(_MEMBER.fullmatch(name))):
             match = _MEMBER.fullmatch(member)
             assert match
             if not _REVIEW.fullmatch(match[2]):
-                self.remarks.append(f"{archive}: member {member!r} {NO_REVIEW}")
+                odd.append(repr(member))
                 continue
             if match[2] in texts[match[1]]:
                 raise ValueError(f"{archive}: member {member!r} is there in another folder too")
             texts[match[1]][match[2]] = text
+        if odd:
+            self.remarks.append(f"{archive}: {len(odd)} members {NO_REVIEW}: {shortened(odd)}")
         rows: dict[str, list[Row]] = {"train": [], "test": []}
         for name in TREE:
             if not texts[name]:

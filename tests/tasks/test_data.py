@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ import lra.tasks.cache
 from lra.files import append, write_atomically
 from lra.tasks.batches import Batch, TokenArrays, epoch_order, eval_batches, train_batches
 from lra.tasks.cache import fingerprint_files, prepare, stratified, verify
+from lra.tasks.task import Example
 from tests import programs
 from tests.programs import ROOT
 from tests.toy import SIZES, Toy, toy_data
@@ -258,9 +260,67 @@ def test_a_ready_cache_of_copies_is_refused(
     task = ToyFiles(data_dir=tmp_path, max_length=12, rows=dict.fromkeys(SIZES, ROWS))
     with monkeypatch.context() as before:
         before.setattr(lra.tasks.cache, "copies", lambda task, reports: "")
+        before.setattr(lra.tasks.cache, "shared", lambda task, digests: [])
         prepare(task, tmp_path / "cache")
     with pytest.raises(ValueError, match="train and val have the same 2 examples"):
         prepare(task, tmp_path / "cache")
+
+
+def test_examples_in_two_splits_are_counted_and_most_are_refused(tmp_path: Path) -> None:
+    """A file copied over one of several leaves no two splits alike."""
+    others = [(bytes([i]), 1) for i in range(5)]
+    rows = {"train": [*ROWS, *others], "val": [(b"\7", 0)], "test": [*ROWS, (b"\6", 0), (b"\5", 0)]}
+    task = ToyFiles(data_dir=tmp_path, max_length=1, rows=rows)  # cut, but compared as they are
+    remarks = prepare(task, tmp_path / "cache").meta["remarks"]
+    assert remarks == ["2 of the 4 test examples are in train, too"]
+    task.rows = rows | {"test": [*rows["test"][:3], others[0]]}
+    with pytest.raises(
+        ValueError, match="3 of the 4 test examples are in train, .*has a file been"
+    ):
+        prepare(task, tmp_path / "cache")
+
+
+def test_a_source_that_changes_while_it_is_read_leaves_no_cache(tmp_path: Path) -> None:
+    class Growing(ToyFiles):
+        def source_files(self) -> list[Path]:
+            return [tmp_path / "source"]
+
+        def examples(self, split: str) -> Iterator[Example]:
+            (tmp_path / "source").write_text(split)
+            return super().examples(split)
+
+    (tmp_path / "source").write_text("before")
+    task = Growing(data_dir=tmp_path, max_length=12)
+    with pytest.raises(ValueError, match="task 'toy': toy generator has changed while it was read"):
+        prepare(task, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("**/meta.json"))
+
+
+def test_a_replaced_file_that_kept_its_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "source"
+    path.write_text("one")
+    before, times = fingerprint_files([path], tmp_path), path.stat()
+    path.write_text("two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert fingerprint_files([path], tmp_path) != before
+
+
+def test_values_beyond_two_bytes_and_pictures_are_kept_or_refused(tmp_path: Path) -> None:
+    class Words(Toy):
+        num_values: ClassVar[int] = 100_000
+
+        def decode(self, values: np.ndarray) -> str:
+            return f"{values[0]}"
+
+        def examples(self, split: str) -> Iterator[Example]:
+            yield Example((np.array([65_535, 65_536, 99_999]),), 1)
+
+    task = Words(data_dir=tmp_path, max_length=12)
+    assert prepare(task, tmp_path).train.sequence(0).tolist() == [65_535, 65_536, 99_999]
+    assert task.encode([99_999]).tolist() == [99_999] and len(task.vocabulary_hash()) == 64
+    rows: Any = {split: [(np.ones((4, 4), np.uint8), 1)] for split in SIZES}
+    with pytest.raises(ValueError, match=r"train: example 0 has values of shape \(4, 4\)"):
+        toy_data(tmp_path / "pictures", rows=rows)
 
 
 def test_labels_apart_make_no_copies(tmp_path: Path) -> None:

@@ -626,6 +626,18 @@ def test_reading_holds_a_few_pictures_at_a_time(
     assert peak < 1.5e6  # all of them have 5.2 MB, a job 0.26
 
 
+def test_a_cache_beside_is_not_taken_for_pictures(tmp_path: Path) -> None:
+    """Path-X is cached under its own name, and paths.cache may be the data folder."""
+    task = Pathfinder(data_dir=tmp_path, resolution=128, max_length=128**2)
+    (tmp_path / "pathx-4908e425713c" / "train").mkdir(parents=True)
+    (tmp_path / "pathx-4908e425713c" / "meta.json").touch()
+    (tmp_path / "pathx-4908e425713c.lock").touch()
+    assert task.kind == "generated"
+    (tmp_path / "path-x.tar").touch()
+    with pytest.raises(ValueError, match="path-x.tar cannot be read"):
+        Pathfinder(data_dir=tmp_path, resolution=128, max_length=128**2).settings()
+
+
 def test_few_open_files_suffice(tmp_path: Path) -> None:
     level = write_release(tmp_path / LEVEL, [1])
     lines = [f"imgs/0 sample_{i}.png {i} {i % 2} {SETTINGS}\n" for i in range(2000)]
@@ -636,6 +648,7 @@ def test_few_open_files_suffice(tmp_path: Path) -> None:
         "import pathlib, resource, sys, lra.tasks.cache, lra.tasks.pathfinder as p\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
         "p.PICTURES_PER_JOB = 16\n"
+        "lra.tasks.cache.shared = lambda task, digests: []\n"
         "task = p.Pathfinder(data_dir=pathlib.Path(sys.argv[1]))\n"
         "data = lra.tasks.cache.prepare(task, pathlib.Path(sys.argv[1], 'cache'), num_workers=4)\n"
         "print(len(data.train), sum(1 for _ in task.examples('train')))\n"

@@ -130,7 +130,8 @@ def test_a_bad_row_is_refused_by_file_and_line_or_skipped(
     tmp_path: Path, name: str, split: str
 ) -> None:
     row, part = BAD_ROWS[name]
-    content = GOOD + row + b"\n" + GOOD
+    good = GOOD.replace(b"one", b"own")  # of no other split
+    content = good + row + b"\n" + good
     write_files(tmp_path, **{split: content})
     with pytest.raises(ValueError) as caught:
         prepare(Retrieval(data_dir=tmp_path), tmp_path / "cache")
@@ -142,6 +143,17 @@ def test_a_bad_row_is_refused_by_file_and_line_or_skipped(
     assert report["num_examples"] == 4
     assert len(report["skipped"]) == 1
     assert report["skipped"][0].startswith(f"new_aan_pairs.{split}.tsv, line 3: ")
+
+
+def test_a_file_cut_within_its_last_document_is_refused(tmp_path: Path) -> None:
+    assert len(read(tmp_path / "whole", GOOD[:-1])) == 2  # a line feed less is nothing
+    with pytest.raises(ValueError, match=r"train\.tsv, line 2: ends within a bytes literal"):
+        read(tmp_path / "cut", GOOD[:-3])
+    write_files(tmp_path / "empty", test=b"")
+    with pytest.raises(
+        ValueError, match=r"new_aan_pairs\.test\.tsv: empty, expected rows of label"
+    ):
+        Retrieval(data_dir=tmp_path / "empty").source_files()
 
 
 def test_an_endless_row_is_refused_without_reading_it_whole(
