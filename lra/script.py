@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Leave with what `main` returns; a user's error is one line on stderr, and code 2."""
+    escape_unprintable()
     try:
         code = main()
         sys.stdout.flush()
@@ -43,6 +45,12 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code)
+
+
+def escape_unprintable() -> None:
+    """Print escaped what the output's encoding lacks, such as a file's name that is not UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # standard error is so from the start
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def unread() -> NoReturn:

@@ -10,7 +10,6 @@ the markers and of both ends of both target contours of each picture.
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.build import make_task  # noqa: E402
 from lra.cli import compose_config, run_program, typed  # noqa: E402
-from lra.script import Parser  # noqa: E402
+from lra.script import Parser, escape_unprintable  # noqa: E402
 from lra.tasks.pathfinder import Pathfinder, export  # noqa: E402
+from lra.tasks.workers import available_cores  # noqa: E402
 
 
 def main() -> None:
@@ -31,9 +31,10 @@ def main() -> None:
         "--batch", type=int, default=1000, help="pictures of a batch (default: 1000)"
     )
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)"
+        "--workers", type=int, default=available_cores(), help="processes (default: one per core)"
     )
     arguments = parser.parse_intermixed_args()
+    escape_unprintable()
     overrides = ["task=pathfinder", "task.source=generated", *arguments.settings]
     task = make_task(typed(compose_config(overrides)))
     if not isinstance(task, Pathfinder):

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Download the public sources of the tasks that cannot be generated.
 #
-#   bash scripts/get_data.sh                                       say what there is, fetch nothing
+#   bash scripts/get_data.sh [--help]                              say what there is, fetch nothing
 #   bash scripts/get_data.sh DIR [text|image|release|all]          default: all
 #
 # A broken download goes on where it stopped. A file appears under its own name only when it is
@@ -11,7 +11,7 @@
 # LRA_TEXT_MD5, LRA_IMAGE_MD5 or LRA_RELEASE_MD5).
 set -euo pipefail
 
-if [ $# -eq 0 ]; then
+usage() {
   cat <<'EOF'
 Nothing is fetched without a folder. What there is:
 
@@ -25,8 +25,18 @@ ListOps and Pathfinder need no download: they are generated. To fetch into the f
 
   bash scripts/get_data.sh data text
 EOF
-  exit 0
-fi
+}
+
+case ${1--h} in
+  -h | --help)
+    usage
+    exit 0
+    ;;
+  -* | "" | text | image | release | retrieval | all) # ./text is a folder of such a name
+    echo "'$1': expected a folder first, as in: bash scripts/get_data.sh data text" >&2
+    exit 2
+    ;;
+esac
 
 dir=$1
 what=${2:-all}
@@ -43,9 +53,15 @@ md5() {
   if command -v md5sum > /dev/null; then md5sum < "$1"; else command md5 -q "$1"; fi | cut -c 1-32
 }
 
+# download URL PART [OPTION...]: sets status to curl's exit code, and code to the server's answer.
+download() {
+  status=0
+  code=$(curl -fL --retry 3 "${limits[@]}" "${@:3}" -w '%{http_code}' -o "$2" "$1") || status=$?
+}
+
 # fetch NAME URL MD5: get URL/NAME into $dir; an empty MD5 is not compared.
 fetch() {
-  local name=$1 url=$2 expected=$3 found status=0
+  local name=$1 url=$2 expected=$3 found status code
   local file=$dir/$name part=$dir/$name.part
   if [ -e "$file" ]; then
     if [ -n "$expected" ] && [ "$(md5 "$file")" != "$expected" ]; then
@@ -56,15 +72,17 @@ fetch() {
     return 0
   fi
   mkdir -p "$dir"
-  # A download that was stopped just before its renaming is whole already; a server refuses to
-  # continue such a file.
+  # A download that was stopped just before its renaming is whole already.
   if [ ! -e "$part" ] || [ -z "$expected" ] || [ "$(md5 "$part")" != "$expected" ]; then
     echo "$file: from $url/$name"
-    curl -fL --retry 3 "${limits[@]}" -C - -o "$part" "$url/$name" || status=$?
-    if [ "$status" -eq 33 ]; then # this server cannot continue a file
-      rm -f "$part"
+    download "$url/$name" "$part" -C -
+    # 416: the file does not go on behind this part, which is whole or of another file.
+    if [ "$code" = 416 ] && [ -z "$expected" ] && gzip -t "$part" 2> /dev/null; then
       status=0
-      curl -fL --retry 3 "${limits[@]}" -o "$part" "$url/$name" || status=$?
+    elif [ "$code" = 416 ] || [ "$status" -eq 33 ]; then # 33: this server cannot continue a file
+      echo "$part: cannot be continued; starting anew"
+      rm -f "$part"
+      download "$url/$name" "$part"
     fi
     if [ "$status" -ne 0 ]; then
       echo "$file: download failed (curl exit code $status); run this again to go on" >&2

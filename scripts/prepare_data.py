@@ -12,11 +12,10 @@ every split of every task is whole.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -33,12 +32,16 @@ from lra.cli import (  # noqa: E402
     run_program,
     typed,
 )
-from lra.files import check_writable, write_atomically  # noqa: E402
-from lra.script import EXIT_USAGE, Parser, exit_codes  # noqa: E402
+from lra.files import NotWritten, check_writable, replacing, write_atomically  # noqa: E402
+from lra.script import EXIT_USAGE, Parser, escape_unprintable, exit_codes  # noqa: E402
 from lra.tasks.batches import ARRAYS  # noqa: E402
 from lra.tasks.cache import Dataset, prepare, verify  # noqa: E402
 from lra.tasks.task import SPLITS, Task  # noqa: E402
+from lra.tasks.workers import available_cores  # noqa: E402
 from lra.values import nearest  # noqa: E402
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 TASKS = sorted(path.stem for path in (CONFIGS / "task").glob("*.yaml"))
 
@@ -52,9 +55,12 @@ def main() -> int:
         "--show", type=int, default=0, metavar="N", help="show N examples as a person can read them"
     )
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)"
+        "--workers", type=int, default=available_cores(), help="processes (default: one per core)"
     )
     arguments = parser.parse_intermixed_args()
+    escape_unprintable()
+    if arguments.show < 0:
+        parser.error(f"--show {arguments.show}: expected 0 or more")
     own = {"task": "", "verify": "checksums", "report": ""}
     overrides = []
     for setting in arguments.settings:
@@ -69,13 +75,15 @@ def main() -> int:
         parser.error(f"task={own['task']}: not a choice; {nearest(own['task'], [*TASKS, 'all'])}")
 
     if own["report"]:
-        check_writable(Path(own["report"]).parent, "report")
+        check_report(Path(own["report"]))
     reports, failed = {}, 0
     for name in TASKS if own["task"] == "all" else [own["task"]]:
         try:
             chosen = [f"task={name}", *overrides]
             config = typed(compose_config(chosen))
             task = make_task(config)
+            if own["verify"] == "full":
+                check_whole(task)
             started = time.monotonic()
             dataset = prepare(task, config.paths.cache, num_workers=arguments.workers)
             opened = time.monotonic() - started
@@ -90,13 +98,40 @@ def main() -> int:
             raise
         except (ValueError, OSError) as error:
             print(f"error: {name}: {error}", file=sys.stderr)
-            reports[name], failed = {"error": str(error)}, EXIT_USAGE
+            reports[name] = reports.get(name, {}) | {"error": str(error)}
+            failed = EXIT_USAGE
         except Exception as error:  # what the composition refused
             print(f"error: {name}: {explain(error, overrides)}", file=sys.stderr)
             reports[name], failed = {"error": explain(error, overrides)}, EXIT_USAGE
     if own["report"]:
         write_atomically(Path(own["report"]), json.dumps(reports, indent=1) + "\n")
     return failed
+
+
+def check_report(path: Path) -> None:
+    """See that the report can be written, before hours are spent on what is in it.
+
+    Raises:
+        ValueError: there is something else of that name, such as a folder.
+        OSError: its folder cannot be written to.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"report={path}: not a file; expected the name of a file to write")
+    check_writable(path.parent, "report")
+
+
+def check_whole(task: Task) -> None:
+    """Refuse what cannot be compared with the source.
+
+    Raises:
+        ValueError: a limit is set; names it.
+    """
+    for split in SPLITS:
+        limit = getattr(task, f"limit_{split}")
+        if limit is not None:
+            raise ValueError(
+                f"task.limit_{split}={limit}: verify=full needs whole splits, expected null"
+            )
 
 
 def report(task: Task, dataset: Dataset, seconds: float) -> dict[str, Any]:
@@ -134,8 +169,10 @@ def show_report(facts: dict[str, Any]) -> None:
         print(f"  remark       {remark}")
     for split, values in facts["splits"].items():
         lengths = values["length_percentiles"]
+        count, used = values["num_examples"], values["used_examples"]
+        part = "" if used == count else f"{used:,} of "
         print(
-            f"  {split:<6}{values['num_examples']:>9,} examples  "
+            f"  {split:<6}{f'{part}{count:,}':>9} examples  "
             f"length {lengths['0']} / {lengths['50']} / {lengths['100']} (min / median / max)  "
             f"cut {values['truncated']}  empty {values.get('empty', 0)}  "
             f"skipped {len(values['skipped'])}  "
@@ -155,8 +192,6 @@ def compare_with_source(task: Task, dataset: Dataset) -> None:
     for split in SPLITS:
         arrays = getattr(dataset, split)
         count = dataset.meta["splits"][split]["num_examples"]
-        if len(arrays) != count:
-            raise ValueError(f"verify=full needs whole splits; drop task.limit_{split}")
         index = -1
         for index, (sequences, label) in enumerate(task.examples(split)):
             cut = [np.frombuffer(s, np.uint8) if isinstance(s, bytes) else s for s in sequences]
@@ -175,8 +210,16 @@ def compare_with_source(task: Task, dataset: Dataset) -> None:
             )
 
 
+def save_picture(picture: Image, path: Path) -> None:
+    with replacing(path) as file:
+        picture.save(file, "PNG")
+
+
 def show_examples(task: Task, dataset: Dataset, count: int) -> None:
-    """Print the first training examples as text, or draw them into one PNG."""
+    """Print the first training examples as text, or draw them into one PNG.
+
+    It lies in the cache, or in the current folder where the cache cannot be written.
+    """
     rows = range(min(count, len(dataset.train)))
     if task.picture_size is None:
         for i in rows:
@@ -184,7 +227,7 @@ def show_examples(task: Task, dataset: Dataset, count: int) -> None:
                 text = task.decode(dataset.train.sequence(i, s))
                 print(f"train {i} label {dataset.train.labels[i]}: {text}")
         return
-    from PIL import Image
+    from PIL.Image import Resampling, fromarray
 
     height, width = task.picture_size
     columns = int(np.ceil(np.sqrt(len(rows))))
@@ -195,10 +238,13 @@ def show_examples(task: Task, dataset: Dataset, count: int) -> None:
         values = dataset.train.sequence(i)
         picture[: len(values)] = values
         sheet[top : top + height, left : left + width] = picture.reshape(height, width)
+    enlarged = fromarray(sheet).resize([4 * s for s in sheet.shape[::-1]], Resampling.NEAREST)
     path = dataset.folder / "train.png"
-    Image.fromarray(sheet).resize(
-        [4 * s for s in sheet.shape[::-1]], Image.Resampling.NEAREST
-    ).save(path)
+    try:
+        save_picture(enlarged, path)
+    except NotWritten:  # the cache is perhaps a group's, and only read here
+        path = Path(f"{task.name}-train.png")
+        save_picture(enlarged, path)
     print(f"labels {dataset.train.labels[: len(rows)].tolist()}, row by row in {path}")
 
 

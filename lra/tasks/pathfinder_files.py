@@ -19,6 +19,8 @@ import io
 import math
 import os
 import re
+import secrets
+import shutil
 import struct
 import zlib
 from functools import lru_cache
@@ -27,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lra.files import write_atomically
+from lra.files import check_writable, is_refused, way_out, write_atomically
 from lra.tasks.archives import read_file
 from lra.tasks.beside import NAMES_SHOWN
 from lra.tasks.pathfinder_generator import PathfinderParams, generate
@@ -330,22 +332,47 @@ def write_level(
     """Write a level's folder of generated pictures; a batch is its first picture and their number.
 
     `truth` is a table of tab-separated columns, see `TRUTH_COLUMNS`, with a row for each picture.
+    The folder has its name only when it and the table are whole.
 
     Raises:
-        ValueError: the folder is there already.
+        ValueError: the folder is there already, or `truth` is no file.
+        OSError: the folder or `truth` cannot be written, e.g. the disk is full; names it.
     """
     if level.exists():
         raise ValueError(f"{level}: exists already; move it away or write to another folder")
-    (level / "metadata").mkdir(parents=True)
+    if truth is not None:
+        _check_table(truth)
+    check_writable(level.parent, "folder")
+    for left in level.parent.glob(f".{level.name}.*.part"):  # by an export that was killed
+        shutil.rmtree(left)
+    written = level.with_name(f".{level.name}.{secrets.token_hex(4)}.part")
     jobs = (
-        (level, batch, params, seed, start, count) for batch, (start, count) in enumerate(batches)
+        (written, batch, params, seed, start, count) for batch, (start, count) in enumerate(batches)
     )
     rows = ["\t".join(TRUTH_COLUMNS) + "\n"]
-    for batch_rows in map_in_order(write_batch, jobs, num_workers):
+    try:
+        for name in ("imgs", "metadata"):
+            (written / name).mkdir(parents=True)
+        for batch_rows in map_in_order(write_batch, jobs, num_workers):
+            if truth is not None:
+                rows += batch_rows
+        written = written.replace(level)
         if truth is not None:
-            rows += batch_rows
-    if truth is not None:
-        write_atomically(truth, "".join(rows))
+            write_atomically(truth, "".join(rows))
+    except BaseException as error:
+        shutil.rmtree(written, ignore_errors=True)
+        if not is_refused(error):
+            raise
+        place, key = (truth, "truth") if error.filename == str(truth) else (level, "folder")
+        remedy = way_out(error, key)
+        raise OSError(f"{place}: not written ({error.strerror}); {remedy}") from error
+
+
+def _check_table(truth: Path) -> None:
+    """See that the table can be written, before hours are spent on it; makes no folder yet."""
+    if truth.exists() and not truth.is_file():
+        raise ValueError(f"{truth}: not a file, expected the name of a table to write (truth)")
+    check_writable(next(p for p in truth.absolute().parents if p.exists()), "truth")
 
 
 def write_batch(
@@ -357,7 +384,7 @@ def write_batch(
     pictures = generate(params, seed, start, count)
     ends_NSEC = np.stack([pictures.origins_NSC, pictures.terminals_NSC], axis=2)
     folder = level / "imgs" / str(batch)
-    folder.mkdir(parents=True)
+    folder.mkdir()  # without its parents: another export may have taken them for left behind
     metadata, truth = [], []
     for i, image_RR in enumerate(pictures.images_NRR):
         name, label, margin = f"sample_{i}.png", pictures.labels_N[i], pictures.margins_N[i]

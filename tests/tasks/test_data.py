@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
+import runpy
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -93,16 +96,72 @@ def test_a_truncated_cache_is_reported_by_file(tmp_path: Path, name: str) -> Non
         toy_data(tmp_path)
 
 
+SMALL = ["task=listops", "task.num_train=8", "task.num_val=4", "task.num_test=4",
+         "task.min_tree_length=5", "task.max_tree_length=40", "--workers=1"]  # fmt: skip
+
+
 def test_preparing_ends_with_a_code_that_tells_of_failures(tmp_path: Path) -> None:
-    small = ["task=listops", "task.num_train=8", "task.num_val=4", "task.num_test=4",
-             "task.min_tree_length=5", "task.max_tree_length=40", "--workers=1"]  # fmt: skip
-    done = programs.call("scripts/prepare_data.py", *small, "verify=full", cwd=tmp_path)
+    done = programs.call("scripts/prepare_data.py", *SMALL, "verify=full", cwd=tmp_path)
     assert done.returncode == 0 and "8 examples" in done.stdout, done.stderr
     (labels,) = tmp_path.glob("data/cache/listops-*/val/labels.npy")
     labels.write_bytes(labels.read_bytes()[:-1] + b"\7")
-    done = programs.call("scripts/prepare_data.py", *small, cwd=tmp_path)
+    done = programs.call("scripts/prepare_data.py", *SMALL, cwd=tmp_path)
     assert done.returncode == 2 and "error: listops: " in done.stderr
     assert f"{labels.relative_to(tmp_path)}: checksum differs" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--show", "-1"], "--show -1: expected 0 or more"),
+        (["report=."], "report=.: not a file"),
+        (["report=file/x.json"], "file: not writable .* choose another report"),
+        (["verify=full", "task.limit_train=6"], "task.limit_train=6: verify=full needs whole"),
+    ],
+)
+def test_what_preparing_would_refuse_later_is_refused_before(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "file").touch()
+    done = programs.call("scripts/prepare_data.py", *SMALL, *words, cwd=tmp_path)
+    assert done.returncode == 2 and re.search(message, done.stderr)
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_part_and_an_odd_name_are_reported(tmp_path: Path) -> None:
+    words = [*SMALL, "task.limit_train=6", "paths.cache='not-utf-8-\udcff'"]
+    done = programs.call("scripts/prepare_data.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert " 6 of 8 examples " in done.stdout and " not-utf-8-\\udcff/listops-" in done.stdout
+
+
+def test_pictures_are_shown_beside_a_cache_that_is_only_read(tmp_path: Path) -> None:
+    words = ["task=pathfinder", "task.num_train=2", "task.num_val=1", "task.num_test=1",
+             "report=report.json", "--workers=1", "--show=2"]  # fmt: skip
+    places = []
+    while not (done := programs.call("scripts/prepare_data.py", *words, cwd=tmp_path)).returncode:
+        places.append(tmp_path / done.stdout.split(", row by row in ")[1].strip())
+        places[-1].unlink()
+        places[-1].mkdir()  # where no picture can be written, even by root
+    assert places == [*tmp_path.glob("data/cache/*/train.png"), tmp_path / "pathfinder-train.png"]
+    report = json.loads((tmp_path / "report.json").read_text())["pathfinder"]
+    assert "pathfinder-train.png" in report["error"] and report["splits"]["train"]
+
+
+@pytest.mark.parametrize("words", [["prepare_data.py", *SMALL[:-1]], ["export_pathfinder.py", "x"]])
+def test_processes_are_as_many_as_cores_that_may_be_used(
+    monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    def ended(*_: object, num_workers: int, **__: object) -> None:
+        raise KeyboardInterrupt(num_workers)
+
+    for name in ("lra.tasks.cache.prepare", "lra.tasks.pathfinder.export"):
+        monkeypatch.setattr(name, ended)
+    monkeypatch.setattr("lra.tasks.workers.available_cores", lambda: 3)
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(KeyboardInterrupt, match="3"):
+        runpy.run_path(str(ROOT / "scripts" / words[0]))["main"]()
 
 
 def test_a_changed_byte_fails_verification(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import errno
 import hashlib
 import io
 import json
@@ -31,6 +32,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from lra.files import NotWritten
 from lra.tasks import pathfinder
 from lra.tasks.cache import Dataset, cache_folder, prepare
 from lra.tasks.pathfinder import LEVELS, Pathfinder, PathX, export
@@ -45,6 +47,7 @@ needs_reference = pytest.mark.skipif(not REFERENCE.is_dir(), reason="no referenc
 NESTED = "lra_release/lra_release/pathfinder32/curv_contour_length_14"
 LEVEL = "pathfinder32/curv_contour_length_14"
 SETTINGS = "1.0 14 4 2 0.5 1 1"
+FILES = "lra.tasks.pathfinder_files"
 
 
 # --- helpers that share nothing with the code under test ---
@@ -893,6 +896,44 @@ def test_exported_pictures_are_read_back_equal(tmp_path: Path) -> None:
 
     assert "exists already" in refusal(lambda: export(task, tmp_path / "out"))
     assert "only generated" in refusal(lambda: export(again, tmp_path / "out2"))
+
+
+def test_an_export_that_fails_or_was_killed_leaves_no_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, level, truth = small(tmp_path, **FEW), tmp_path / "out" / LEVEL, tmp_path / "truth.tsv"
+
+    def fill_the_disk(self: Image.Image, path: Path) -> None:
+        if path.name == "sample_3.png":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def without_the_table(path: Path, text: str) -> None:
+        if path == truth:
+            raise NotWritten(errno.EDQUOT, "Disk quota exceeded", str(path))
+
+    for place, name, instead in (
+        (level, "PIL.Image.Image.save", fill_the_disk),
+        (truth, f"{FILES}.write_atomically", without_the_table),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, instead)
+            with pytest.raises(OSError, match=f"{place}: not written .*; free some space or choo"):
+                export(task, tmp_path / "out", truth=truth)
+        assert list(level.parent.iterdir()) == []
+    (level.parent / f".{level.name}.0a1b.part" / "imgs").mkdir(parents=True)  # of a killed one
+    assert len(released_rows(export(task, tmp_path / "out"))) == 20
+    assert list(level.parent.iterdir()) == [level]
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{FILES}.generate", lambda *_: pytest.fail("generated"))
+    (tmp_path / "file").touch()
+    for truth, reason in ((tmp_path, ": not a file"), (tmp_path / "file/x", "choose another tr")):
+        with pytest.raises((ValueError, OSError), match=reason):
+            export(small(tmp_path, **FEW), tmp_path / "out", truth=truth)
+    assert not (tmp_path / "out").exists()
 
 
 @needs_reference

@@ -425,16 +425,33 @@ def md5(content: bytes) -> str:
     return hashlib.md5(content).hexdigest()
 
 
-def test_without_a_folder_nothing_is_fetched_and_the_sizes_are_said(tmp_path: Path) -> None:
+def get_nothing(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the script in an empty folder and see that it neither asks nor writes."""
     with serve({}) as (url, asked):
         environment = os.environ | {f"LRA_{name}_URL": url for name in ("TEXT", "IMAGE", "RELEASE")}
         done = subprocess.run(
-            ["bash", str(SCRIPT)], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-    assert done.returncode == 0 and not asked and list(tmp_path.iterdir()) == []
+            ["bash", str(SCRIPT), *words], cwd=folder, env=environment,
+            capture_output=True, text=True,
+        )  # fmt: skip
+    assert not asked and list(folder.iterdir()) == []
+    return done
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"]])
+def test_without_a_folder_nothing_is_fetched_and_the_sizes_are_said(
+    tmp_path: Path, words: list[str]
+) -> None:
+    done = get_nothing(tmp_path, *words)
+    assert done.returncode == 0
     for what, size in (("text", "84 MB"), ("image", "170 MB"), ("release", "8 GB")):
         assert f"{size}  {NAMES[what]}" in done.stdout
     assert "bash scripts/get_data.sh data text" in done.stdout
+
+
+@pytest.mark.parametrize("word", [*NAMES, "retrieval", "all", "--list", ""])
+def test_a_forgotten_folder_is_not_guessed(tmp_path: Path, word: str) -> None:
+    done = get_nothing(tmp_path, word)
+    assert done.returncode == 2 and f"'{word}': expected a folder first" in done.stderr
 
 
 @pytest.mark.parametrize("what", NAMES)
@@ -477,6 +494,27 @@ def test_a_whole_partial_file_is_only_renamed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert asked == []
     assert [file.name for file in tmp_path.iterdir()] == ["aclImdb_v1.tar.gz"]
+
+
+@pytest.mark.parametrize(
+    ("what", "part", "times"),
+    [
+        ("release", TEXT, 1),  # no checksum is known, but the server has nothing to add
+        ("release", TEXT + b"more", 2),
+        ("release", bytes(len(TEXT)), 2),
+        ("text", TEXT + b"more", 2),
+    ],
+)
+def test_a_partial_file_that_cannot_go_on_is_no_dead_end(
+    tmp_path: Path, what: str, part: bytes, times: int
+) -> None:
+    (tmp_path / f"{NAMES[what]}.part").write_bytes(part)
+    with serve({f"/{NAMES[what]}": TEXT}) as (url, asked):
+        done = get_data(tmp_path, what, url, md5(TEXT) if what == "text" else None)
+    assert done.returncode == 0, done.stderr
+    assert len(asked) == times
+    assert [file.name for file in tmp_path.iterdir()] == [NAMES[what]]
+    assert (tmp_path / NAMES[what]).read_bytes() == TEXT
 
 
 @pytest.mark.parametrize("part", [b"", b"from another file"])
