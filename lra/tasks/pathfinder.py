@@ -23,6 +23,7 @@ from lra.files import replacing
 from lra.tasks.beside import apart, shortened, unread
 from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.pathfinder_files import (
+    GENERATED,
     Index,
     Listed,
     index_level,
@@ -138,6 +139,8 @@ class Pathfinder(GeneratedTask):
         usual = params_for(self.resolution, self.difficulty).num_distractors
         if self.params.num_distractors != usual:
             found.append(f"task.num_distractors={self.num_distractors} (benchmark: {usual})")
+        if self.kind == "files" and (self._level / GENERATED).exists():
+            found.append("files with pictures of our generator (benchmark: the release)")
         return found
 
     def describe_source(self) -> str:

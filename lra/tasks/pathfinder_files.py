@@ -16,6 +16,7 @@ each, C = 2 coordinates.
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import re
@@ -23,6 +24,7 @@ import secrets
 import shutil
 import struct
 import zlib
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -42,6 +44,8 @@ TRUTH_COLUMNS = (
     "origin0_y", "origin0_x", "terminal0_y", "terminal0_x",
     "origin1_y", "origin1_x", "terminal1_y", "terminal1_x", "margin", "distractors",
 )  # fmt: skip
+
+GENERATED = "generated.json"  # in a level's folder: how we have drawn it
 
 _BATCH = re.compile(r"(?!.*(?:-checkpoint|[-_.](?:copy|bak|backup|old|orig))$)[\w-]+")
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -126,7 +130,7 @@ def read_metadata(file: Path) -> list[Listed]:
         lines = _array_lines(data, str(file))
     else:
         try:
-            lines = data.decode().split("\n")
+            lines = data.decode("utf-8-sig").split("\n")
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             raise ValueError(f"{file}, line {line}: neither UTF-8 text nor a NumPy array") from None
@@ -353,6 +357,8 @@ def write_level(
     try:
         for name in ("imgs", "metadata"):
             (written / name).mkdir(parents=True)
+        facts = {"seed": seed, "params": asdict(params), "batches": batches}
+        write_atomically(written / GENERATED, json.dumps(facts) + "\n")
         for batch_rows in map_in_order(write_batch, jobs, num_workers):
             if truth is not None:
                 rows += batch_rows
