@@ -41,6 +41,8 @@ def sum_of_powers(weight_CN: Tensor, base_CN: Tensor, length: int) -> Tensor:
     sum over n is one matrix product of powers [R, N] and [N, S], each about sqrt(length) long, so
     the N * length powers are never formed.
     """
+    if torch.compiler.is_compiling():  # for each root of a length there would be a graph
+        return torch.compiler.disable(sum_of_powers)(weight_CN, base_CN, length)
     num_columns = 1 << (math.isqrt(max(length - 1, 0)).bit_length())
     num_rows = -(-length // num_columns)
     column_CSN = powers(base_CN, num_columns, dim=-2)

@@ -50,6 +50,8 @@ class RingAttention:
 
     def __call__(self, qv_BLSHK: Tensor, mask_BL: Tensor) -> Tensor:
         """In float32 or wider inside, zero at padding; [B, L, H, K]."""
+        if torch.compiler.is_compiling():  # Dynamo of PyTorch 2.13 fails in the function below
+            return torch.compiler.disable(self.__call__)(qv_BLSHK, mask_BL)
         dtype = qv_BLSHK.dtype
         with torch.autocast(qv_BLSHK.device.type, enabled=False):
             qv_BLSHK = qv_BLSHK.to(torch.promote_types(dtype, torch.float32))

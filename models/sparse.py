@@ -94,7 +94,7 @@ class SparseAttention(nn.Module):
             block_rows=self.block_size,
             front=front,
             dropout=rate,
-            open_M=torch.tensor([0], device=x_BLD.device) if self.opens_first else None,
+            open_M=mask_BL.new_zeros(1, dtype=torch.long) if self.opens_first else None,
             mask_BL=mask_BL,
         )
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
@@ -110,13 +110,14 @@ class SparseAttention(nn.Module):
         pieces: list[Piece] = []
         if self.opens_first:
             allowed_B1111 = mask_BL[:, None, None, None, :1]
-            pieces.append(Chosen([allowed_B1111], torch.tensor([front], device=device)))
+            index_M = mask_BL.new_full((1,), front, dtype=torch.long)  # made on the device itself
+            pieces.append(Chosen([allowed_B1111], index_M))
         if self.pattern == "fixed":
             pieces.append(
                 Window([distance_mask(rows, device, back=rows, ahead=0), key_mask(mask_BP, rows)])
             )
             row_R = torch.arange(rows, device=device)
-            summary_S = row_R[(row_R == 0) | (row_R >= rows - self.num_summary)]
+            summary_S = torch.cat([row_R[:1], row_R[rows - self.num_summary :]])
             index_M = (block_G[first:-1, None] * rows + summary_S).flatten()
             is_past_GM = index_M // rows < block_G[:, None]
             allowed = [mask_BP[:, None, None, None, index_M], is_past_GM[:, None]]

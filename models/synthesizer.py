@@ -205,7 +205,8 @@ class SynthesizerAttention(nn.Module):
                 logits_HLL = logits_HLL.masked_fill(later_LL, -torch.inf)
             weight_HLL = logits_HLL.softmax(dim=-1)
             v_BHLK = v_BHLK.to(weight_HLL.dtype)
-            has_padding = not bool(mask_BL.all())
+            # Only a CPU has the answer at once; for a GPU the host would wait.
+            has_padding = mask_BL.device.type != "cpu" or not bool(mask_BL.all())
             if has_padding:
                 v_BHLK = v_BHLK * mask_BL[:, None, :, None]
             y_HLBK = self.dropout(weight_HLL) @ rearrange(v_BHLK, "b h l k -> h l (b k)")

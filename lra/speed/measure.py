@@ -164,8 +164,10 @@ def _measure(
     model = make_model(config, task).to(hardware.device)
     batch = random_batch(task, config.train.batch_size, config.seed).to(hardware.device)
     step = (Trainer if mode == "train" else Evaluator)(model, config, hardware)
-    # Compiling is no part of a step, so then the whole batch goes through it first.
-    step(batch if config.hardware.compile else short_row(batch))
+    # Compiling is no part of a step, nor what a GPU does once for each size, so there the whole
+    # batch goes through first.
+    is_slow_at_first = config.hardware.compile or hardware.device.type == "cuda"
+    step(batch if is_slow_at_first else short_row(batch))
     hardware.synchronize()
     if max_memory_gb is not None and hardware.device.type == "cpu":
         limit_memory(max_memory_gb)

@@ -149,7 +149,8 @@ def random_states() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         # Of the run's own device, which may have another number when the run goes on.
-        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],
+        # Initialized by the run itself: a run on the CPU shall take no memory of a GPU.
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [],
         "python": random.getstate(),
         "numpy": (
             numpy_state[0],
@@ -162,7 +163,7 @@ def random_states() -> dict[str, Any]:
 def restore_random_states(states: dict[str, Any]) -> None:
     """Undo `random_states`."""
     torch.set_rng_state(states["torch"])
-    if torch.cuda.is_available() and states["cuda"]:
+    if torch.cuda.is_initialized() and states["cuda"]:
         # States of all devices, as they once were saved, have that of this one by its number.
         last = len(states["cuda"]) - 1
         torch.cuda.set_rng_state(states["cuda"][min(torch.cuda.current_device(), last)])

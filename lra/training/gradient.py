@@ -81,6 +81,7 @@ def accumulate_as_fits(
         micro_batch_size = -(-micro_batch_size // 2)
         say(f"out of memory; micro-batch is now {micro_batch_size}")
         optimizer.zero_grad(set_to_none=True)
+        hardware.forget_failed_attempt()
         checkpoint.restore_random_states(random_states)
         for now, then in zip(statistics, before, strict=True):
             now.copy_(then)

@@ -38,12 +38,16 @@ class Hardware:
         self.device = torch.device(kind)
         if kind == "cuda":
             count = torch.cuda.device_count()
-            if config.num_devices > count:
+            needed, index = config.num_devices, job_number
+            if distributed.is_worker():
+                index = distributed.local_rank()
+                # A cluster may show each process its own device alone.
+                needed = 1 if count == 1 else index + 1
+            if needed > count:
                 raise ValueError(
                     f"hardware.num_devices={config.num_devices}: this machine has {count} CUDA "
-                    "devices"
+                    f"devices for at least {needed} processes"
                 )
-            index = distributed.local_rank() if distributed.is_worker() else job_number
             self.device = torch.device("cuda", index % count)
             torch.cuda.set_device(self.device)
         if kind == "cpu" and config.precision in ("fp16", "tf32"):
@@ -55,6 +59,12 @@ class Hardware:
             raise ValueError(
                 f"hardware.precision=bf16: {torch.cuda.get_device_name()} has no bfloat16; "
                 "use fp16 or float32"
+            )
+        asks_for_tf32 = kind == "cuda" and config.precision == "tf32"
+        if asks_for_tf32 and torch.cuda.get_device_capability()[0] < 8:
+            raise ValueError(
+                f"hardware.precision=tf32: {torch.cuda.get_device_name()} has no TF32; use float32 "
+                "or fp16"
             )
         torch.set_num_threads(config.num_threads or DEFAULT_THREADS)
         if kind == "cpu":
@@ -116,6 +126,12 @@ class Hardware:
         """Count the peak anew, for a job or a phase of its own."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+
+    def forget_failed_attempt(self) -> None:
+        """Give libraries beside PyTorch what memory it holds free, and count the peak anew."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.forget_peak_memory()
 
     def peak_memory_bytes(self) -> int | None:
         """Most memory that tensors took on the device; None where it is not counted (CPU)."""

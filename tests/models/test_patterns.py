@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models import patterns
 from models.bigbird import BigBirdAttention, draw_blocks
@@ -237,6 +238,17 @@ def test_random_blocks_are_others_and_each_equally_likely() -> None:
         assert blocks.tolist() == [j for j in range(1, 9) if abs(i - j) > 1]
         assert (counts / 6000 - 1 / len(blocks)).abs().max() < 0.03
         assert (table_HGr[:, i - 1, 0] != table_HGr[:, i - 1, 1]).all()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize("pattern", ["fixed", "strided"])
+def test_a_pattern_depends_on_no_value_of_a_tensor(pattern: str, pooling: str) -> None:
+    """A GPU would have to be waited for; tensors without values cannot be asked for one."""
+    shape = replace(CLS, pooling=pooling)
+    model = SparseAttention(shape, block_size=4, num_summary=2, pattern=pattern)
+    front = model.block_size - 1 if model.opens_first else 0
+    with FakeTensorMode():
+        model.pieces(torch.ones(2, 13, dtype=torch.bool), front)
 
 
 def test_filled_rows_are_keys_of_the_last_block() -> None:

@@ -386,3 +386,20 @@ def test_the_arenas_variant_has_one_set_of_rotations_and_needs_full_width() -> N
     assert torch.equal(one.rotations_HKM[0], one.rotations_HKM[1])
     with pytest.raises(ValueError, match=r"num_heads \* head_dim = shape.d_model, here 2 \* 7"):
         mixer(replace(SMALL, head_dim=7), variant="arena")
+
+
+def test_compiled_code_gives_the_same() -> None:
+    """Of two layers the compiler's front end, of whatever backend, fails inside the second."""
+    model, (x_BLD, mask_BL) = mixer(), batch(5, 9)
+    x_BLD.requires_grad_()
+
+    def run(x_BLD: Tensor) -> Tensor:
+        return model(model(x_BLD, mask_BL), mask_BL)
+
+    compiled = torch.compile(run, backend="eager", dynamic=True)
+    weight, (y, expected) = torch.randn_like(x_BLD), (f(x_BLD) for f in (compiled, run))
+    torch.testing.assert_close(y, expected)
+    for ours, theirs in zip(
+        *(all_gradients(model, out, x_BLD, weight) for out in (y, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)

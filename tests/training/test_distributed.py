@@ -394,6 +394,27 @@ def test_jobs_side_by_side_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch)
         Hardware(HardwareConfig(device="cuda", num_devices=3))
 
 
+def test_processes_that_a_cluster_shows_one_device_each_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from lra.training.hardware import Hardware
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("set_device", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    config = HardwareConfig(device="cuda", num_devices=4)
+    for variable, value in {"WORLD_SIZE": "4", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(variable, value)
+    for count, index in ((1, 0), (3, 2), (4, 2)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        assert Hardware(config).device.index == index
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # the third would share one
+    with pytest.raises(ValueError, match="this machine has 2 CUDA devices for at least 3"):
+        Hardware(config)
+
+
 @pytest.mark.parametrize("words", [[], ["model.pool_memory=true"]])
 def test_parameters_that_the_result_does_not_depend_on_do_not_stop_the_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
@@ -435,6 +456,20 @@ def test_bfloat16_that_a_gpu_only_emulates_is_refused(monkeypatch: pytest.Monkey
     )
     with pytest.raises(ValueError, match="hardware.precision=bf16: an old one has no bfloat16"):
         Hardware(HardwareConfig(device="cuda", precision="bf16"))
+
+
+def test_tf32_is_refused_where_a_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from lra.training.hardware import Hardware
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an old one")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(ValueError, match="hardware.precision=tf32: an old one has no TF32"):
+        Hardware(HardwareConfig(device="cuda", precision="tf32"))
 
 
 def test_alone_the_exchanges_do_nothing() -> None:

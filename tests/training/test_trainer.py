@@ -407,6 +407,8 @@ def test_a_state_from_before_fp16_can_be_gone_on_from(tmp_path: Path) -> None:
 def test_the_random_state_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert checkpoint.random_states()["cuda"] == []  # of a run on the CPU beside it
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: "own")
     monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
