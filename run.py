@@ -28,14 +28,17 @@ from lra.cli import (
     compose_config,
     explain,
     run_program,
+    settings_first,
     typed,
 )
+from lra.console import print_line
 from lra.files import Unwritable
 from lra.multirun import JobSettings, job_settings, launcher_words, told
 from lra.sweep import (
     Outcome,
     first_line,
     has_failed,
+    named,
     note,
     objective,
     position,
@@ -71,20 +74,28 @@ def attempt(cfg: DictConfig, settings: JobSettings) -> Outcome:
             why = f"the sweep: stopped by {name}"
             return Outcome(settings.number, "skipped", EXIT_INTERRUPTED, message=why)
         text = position(settings.launch, settings.number, at_a_time=settings.at_a_time)
-        print(text, flush=True)
+        print_line(text)
     try:
         return run(cfg, settings.number, settings.launch)
     except (ValueError, OSError) as error:
         message = explain(error, list(HydraConfig.get().overrides.task))
         if message not in told:
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            print_line(f"error: {message}", sys.stderr)
         status = "busy" if type(error).__name__ == "Busy" else "refused"
         return Outcome(settings.number, status, EXIT_USAGE, message=message.partition("\n")[0])
     except Unwritable as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print_line(f"error: {error}", sys.stderr)
         return Outcome(settings.number, "failed", 1, message=first_line(error))
     except Exception as error:
-        traceback.print_exc()
+        from lra.job import EXIT_CODES
+        from lra.training.gradient import is_out_of_memory
+
+        if is_out_of_memory(error):  # before the training, which leaves a record of it
+            status, message = "out_of_memory", named(error)
+            if message not in told:
+                print_line(f"error: {message}", sys.stderr)
+            return Outcome(settings.number, status, EXIT_CODES[status], message=message)
+        print_line(traceback.format_exc().rstrip(), sys.stderr)
         return Outcome(settings.number, "failed", 1, message=first_line(error))
     except KeyboardInterrupt:  # before the training, which catches signals itself
         if not settings.is_beside_others:
@@ -152,5 +163,5 @@ def run(cfg: DictConfig, number: int, launch: Path | None) -> Outcome:
 
 if __name__ == "__main__":
     check_dashes(sys.argv[1:])
-    sys.argv += launcher_words(sys.argv[1:])
+    sys.argv[1:] = settings_first(sys.argv[1:] + launcher_words(sys.argv[1:]))
     run_program(main)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.config import RunConfig
-from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, unread
+from lra.console import print_line
+from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, open_streams, unread
 from lra.sweep import end_sweep, first_line, launches, outcomes, print_summary
 from lra.tasks.workers import available_cores
 from lra.values import UnknownKey, fill, flatten, nearest, nearest_key
@@ -165,6 +166,9 @@ def unreadable(override: str, overrides: list[str]) -> str:
         return f"{override}: expected key=value{hint}"
     if key != key.strip():
         return f"{override}: a blank before the =; expected {key.strip()}={value.strip()}"
+    if f",{key}=" in value:
+        values = value.replace(f",{key}=", ",")
+        return f"{override}: a key stands once, before its values; did you mean '{key}={values}'?"
     if value != value.strip("=, "):
         return f"{override}: cannot be read; did you mean '{key}={value.strip('=, ')}'?"
     name, colon, knobs = value.partition(":")
@@ -189,6 +193,12 @@ def check_dashes(words: list[str]) -> None:
         if key is not None:
             value = match[2] or next((w for w in words[i + 1 : i + 2] if w[:1] != "-"), "VALUE")
             fail(f"{words[i]}: a setting has no dashes; did you mean '{key}={value}'?")
+
+
+def settings_first(words: list[str]) -> list[str]:
+    """The words of a command, options last: Hydra refuses settings on both sides of an option."""
+    settings = get_args_parser().parse_intermixed_args(words).overrides
+    return [*settings, *(word for word in words if word not in settings)]
 
 
 def unknown_hydra_key(hydra_config: Any, override: str) -> str | None:
@@ -229,6 +239,7 @@ def threads_per_job(hydra: Any) -> int | None:
 
 def run_program(main: Callable[[], Any]) -> None:
     """Run a Hydra program; report user errors as one message and leave with a code of its own."""
+    open_streams()
     # Let errors out of Hydra, which would print its own advice; they are worded here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     os.environ.setdefault("LRA_SWEEP_ID", str(os.getpid()))
@@ -250,10 +261,10 @@ def run_program(main: Callable[[], Any]) -> None:
         for launch in launches:  # a sweeper that has no use for how its jobs ended
             if outcomes(launch):
                 end_sweep(launch)
-        print(f"error: {explain(error, overrides)}", file=sys.stderr)
+        print_line(f"error: {explain(error, overrides)}", sys.stderr)
         sys.exit(max([EXIT_USAGE, *exit_codes]))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_line("interrupted", sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
         if type(error).__module__.startswith("yaml."):
@@ -269,17 +280,16 @@ def run_program(main: Callable[[], Any]) -> None:
             print_summary(launch)
         traced = re.findall(r"^\S*(?:Error|Exception): .*", str(error), re.MULTILINE)  # in the job
         why = traced[-1] if traced else f"{type(error).__name__}: {first_line(error)}"
-        print(
+        print_line(
             f"error: a job ended without an outcome, killed from outside perhaps or for want of "
             f"memory ({why}); the same command goes on with "
             "what is missing",
-            file=sys.stderr,
+            sys.stderr,
         )
         sys.exit(1)
     sys.exit(max(exit_codes, default=0))
 
 
 def _terminate(number: int, _frame: object) -> None:
-    with contextlib.suppress(OSError):
-        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+    print_line(f"stopped by {signal.Signals(number).name}", sys.stderr)
     sys.exit(EXIT_INTERRUPTED)

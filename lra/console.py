@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
 PLAIN_LINE_EVERY_S = 15.0
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print to standard output, or `stream`, at once; no work ends because nobody can read of it.
+
+    What a reader that is gone, or a full disk, does not take is lost, and nothing else.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, file=stream, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _discard_buffer(stream)
+
+
+def _discard_buffer(stream: TextIO) -> None:
+    """Forget what could not be written, or Python would raise once more when it ends."""
+    number = stream.fileno()
+    real, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, number)
+        stream.flush()
+    finally:
+        os.dup2(real, number)
+        os.close(real)
+        os.close(nowhere)
 
 
 class Pace:
@@ -29,7 +57,7 @@ class Pace:
 def counting(
     what: str,
     total: int | None,
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+    say: Callable[[str], None] = lambda text: print_line(text, sys.stderr),
     *,
     unit: str = "examples",
     pace: Pace | None = None,

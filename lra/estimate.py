@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lra import runs
-from lra.console import aligned, duration
+from lra.console import aligned, duration, print_line
 from lra.plan import Plan
 from lra.pretraining import WEIGHTS, folder_name, identity_of
 from lra.results import records
@@ -173,7 +173,7 @@ def plan_sweep(
                 found[str(i)] = first_line(error)
                 del configs[str(i)]
     if configs:
-        print("plan: timing a few steps (sweep.plan=false leaves it out)", flush=True)
+        print_line("plan: timing a few steps (sweep.plan=false leaves it out)")
         found |= forecasts(configs, at_a_time)
     settings = [replace(s, forecast=found.get(str(i), "")) for i, s in enumerate(settings)]
     known = {n: s.forecast for s in settings if isinstance(s.forecast, Forecast) for n in s.numbers}

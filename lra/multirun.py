@@ -28,9 +28,10 @@ from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lra.cli import CONFIGS, compose_config, explain, jobs_at_a_time, threads_per_job, typed
-from lra.files import check_writable
+from lra.console import print_line
+from lra.files import check_writable, is_refused, refusal
 from lra.script import fail
-from lra.sweep import end_sweep, first_line, launches, note_jobs, note_stop, sweep_sizes
+from lra.sweep import end_sweep, first_line, launches, named, note_jobs, note_stop, sweep_sizes
 from lra.tasks.workers import available_cores, available_memory
 from lra.training.stopping import PATIENCE_S, discard_output
 
@@ -112,7 +113,9 @@ def launcher_words(words: list[str]) -> list[str]:
     Small models gain more from a core for each job than from all cores for one at a time, so
     `auto` is as many as there are jobs, cores, and memory for, on a CPU.
     """
-    asked = next((w.partition("=")[2] for w in reversed(words) if w[:15] == "sweep.parallel="), "")
+    pairs = [word.lstrip("+").partition("=") for word in reversed(words)]
+    # Hydra takes quotes, and a plus sign before a key or a number.
+    asked = next((value.strip("+'\" ") for key, _, value in pairs if key == "sweep.parallel"), "")
     if not {"-m", "--multirun"} & set(words) or asked in ("", "null"):
         return []
     overrides = [word for word in words if not word.startswith("-")]
@@ -168,13 +171,13 @@ def show_plan(
             )
             told.update(s.forecast for s in settings if isinstance(s.forecast, str))
         except Exception as error:  # no sweep ends for want of a plan
-            print(f"{head}: no estimate ({first_line(error)})", flush=True)
+            print_line(f"{head}: no estimate ({first_line(error)})")
             return []
         fit = fitting(settings, count) if may_lower else count
         if fit == count:
-            print(plan_text(settings, seconds, count, head), flush=True)
+            print_line(plan_text(settings, seconds, count, head))
             return seconds
-        print(f"sweep.parallel=auto: memory for {fit} job{'s' * (fit > 1)} at a time", flush=True)
+        print_line(f"sweep.parallel=auto: memory for {fit} job{'s' * (fit > 1)} at a time")
         set_jobs_at_a_time(hydra, fit)
 
 
@@ -222,7 +225,20 @@ class SweepSummary(Callback):
         self.launch = launch  # jobs find it in their config, see `launch_folder`
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Check all jobs before the first starts; remember where they leave their outcomes."""
+        """Check all jobs before the first starts; remember where they leave their outcomes.
+
+        Of an error in here Hydra would only warn, and start the jobs without what they need.
+        """
+        try:
+            self.prepare(config)
+        except OSError as error:
+            key = outputs_key(config.hydra)
+            fail(refusal(error, key) if is_refused(error) else str(error))
+        except Exception as error:
+            fail(f"the sweep did not start: {named(error)}")
+
+    def prepare(self, config: DictConfig) -> None:
+        """What happens before the first job."""
         hydra = config.hydra
         overrides = list(hydra.overrides.task)
         jobs: list[list[str]] = []
@@ -231,16 +247,13 @@ class SweepSummary(Callback):
         if is_basic(hydra):
             try:
                 jobs = sweep_jobs(hydra)
-            except HydraException as error:  # Hydra would only warn of an error in a callback
+            except HydraException as error:
                 fail(explain(error, overrides))
             plans, repeated = check_jobs(jobs, overrides)
         else:
             check_search(hydra)
         launches.append(launch_folder(hydra))
-        try:
-            check_writable(launches[-1], "paths.outputs")
-        except OSError as error:
-            fail(str(error))
+        check_writable(launches[-1], outputs_key(hydra))
         sweep_sizes.append(len(jobs))
         count = jobs_at_a_time(hydra)
         if config.sweep.parallel not in (None, 1) and count is None:
@@ -253,7 +266,7 @@ class SweepSummary(Callback):
             is_auto = count is not None and config.sweep.parallel == "auto"
             seconds = show_plan(jobs, plans, hydra, may_lower=is_auto)
         elif count and jobs:
-            print(head_of(hydra, len(jobs)), flush=True)
+            print_line(head_of(hydra, len(jobs)))
         note_jobs(launches[-1], len(jobs), repeated, seconds)
         if (jobs_at_a_time(hydra) or 1) > 1:
             stop_jobs_with_sweep(launches[-1])
@@ -263,7 +276,15 @@ class SweepSummary(Callback):
         end_sweep(launch_folder(config.hydra))
         found = Path(config.hydra.sweep.dir) / "optimization_results.yaml"
         if not is_basic(config.hydra) and found.exists():
-            print(f"{found}\n{found.read_text().rstrip()}", flush=True)
+            print_line(f"{found}\n{found.read_text().rstrip()}")
+
+
+def outputs_key(hydra: Any) -> str:
+    """The key that chose where this sweep writes."""
+    is_given = any(
+        word.lstrip("+").startswith("hydra.sweep.dir=") for word in hydra.overrides.hydra
+    )
+    return "hydra.sweep.dir" if is_given else "paths.outputs"
 
 
 def is_basic(hydra: Any) -> bool:
@@ -336,7 +357,7 @@ def check_jobs(
         which = f"job {numbers[0]} ({' '.join(jobs[numbers[0] - 1])})"
         if len(numbers) > 1:
             which = f"{len(numbers)} of {len(jobs)} jobs ({', '.join(map(str, numbers))})"
-        print(f"warning: {which} will be refused: {message}", file=sys.stderr)
+        print_line(f"warning: {which} will be refused: {message}", sys.stderr)
     if hopeless:
         fail("no job of this sweep could run, see above")
     for earlier, name in dict.fromkeys(repeated.values()):
@@ -349,10 +370,10 @@ def check_jobs(
         if len(numbers) > 1:
             which = f"{len(numbers)} jobs ({', '.join(str(n + 1) for n in numbers)}) are"
         tail = "; how it is computed is no part of a run, so both need paths.outputs of their own"
-        print(
+        print_line(
             f"note: {which} skipped: the same run as job {earlier + 1} ({theirs}), {name}"
             + (tail if "hardware" in ours else ""),
-            file=sys.stderr,
+            sys.stderr,
         )
     return plans, repeated
 
@@ -372,6 +393,8 @@ def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]
         fail(explain(error, overrides))
     except (OmegaConfBaseException, ValueError) as error:
         return None, explain(error, words)
+    except Exception as error:  # a model that cannot be built, which is no matter of other jobs
+        return None, named(error)
 
 
 def check_search(hydra: Any) -> None:
@@ -388,7 +411,7 @@ def check_search(hydra: Any) -> None:
     try:
         overrides = sweep_words(hydra)
     except HydraException as error:  # such as params in a syntax of the sweeper's own
-        print(f"note: no job was checked beforehand ({first_line(error)})", file=sys.stderr)
+        print_line(f"note: no job was checked beforehand ({first_line(error)})", sys.stderr)
         return
     for override in overrides:
         key, value = override.get_key_element(), override.value()
@@ -400,12 +423,12 @@ def check_search(hydra: Any) -> None:
             values = [override.get_value_element_as_str()]
             fixed.add(f"{key}={values[0]}")
         first[key], last[key] = f"{key}={values[0]}", f"{key}={values[-1]}"
-    print(
+    print_line(
         "note: which jobs there will be is the sweeper's choice, so only the first and the last "
         "value of each range are checked beforehand; every job is checked before it trains",
-        file=sys.stderr,
+        sys.stderr,
     )
     for words in (list(first.values()), list(last.values())):
         if message := check_job(words, list(hydra.overrides.task))[1]:
             chosen = " ".join(word for word in words if word not in fixed)
-            print(f"warning: a job with {chosen} will be refused: {message}", file=sys.stderr)
+            print_line(f"warning: a job with {chosen} will be refused: {message}", sys.stderr)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from lra.console import print_line
+
 EXIT_USAGE, EXIT_INTERRUPTED, EXIT_UNREAD = 2, 75, 141  # the last is 128 + SIGPIPE, as of a shell
 
 exit_codes: list[int] = []  # of what a program has done so far, such as the jobs of a sweep
@@ -33,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
 def run_script(main: Callable[[], int | None]) -> NoReturn:
     """Leave with what `main` returns; a user's error is one line on stderr, and code 2."""
-    escape_unprintable()
+    open_streams()
     try:
         code = main()
         sys.stdout.flush()
@@ -42,13 +44,22 @@ def run_script(main: Callable[[], int | None]) -> NoReturn:
     except (ValueError, OSError) as error:
         fail(str(error))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print_line("interrupted", sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
     sys.exit(code)
 
 
-def escape_unprintable() -> None:
-    """Print escaped what the output's encoding lacks, such as a file's name that is not UTF-8."""
+def open_streams() -> None:
+    """Let what is printed end no program: to a closed stream it goes nowhere, escaped if need be.
+
+    Python has None for a stream that is closed (`>&-`), and another file could be opened under its
+    number. What the encoding lacks, such as a file's name that is not UTF-8, is escaped.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w", encoding="utf-8")  # under that number, the lowest free
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):  # standard error is so from the start
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -62,7 +73,7 @@ def unread() -> NoReturn:
 
 def fail(message: str) -> NoReturn:
     """Print an error and leave with the code for wrong input."""
-    print(f"error: {message}", file=sys.stderr)
+    print_line(f"error: {message}", sys.stderr)
     sys.exit(EXIT_USAGE)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.console import aligned, duration, percent
+from lra.console import aligned, duration, percent, print_line
 from lra.files import write_atomically
 from lra.script import exit_codes
 
@@ -53,6 +53,14 @@ def objective(outcome: Outcome) -> float | None:
 def first_line(error: Exception) -> str:
     """What an error says, in one line; its class if it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def named(error: Exception) -> str:
+    """What happened, of an error that is no message to the user by itself, in one line."""
+    from lra.training.gradient import is_out_of_memory  # brings torch
+
+    kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
+    return kind if first_line(error) == kind else f"{kind}: {first_line(error)}"
 
 
 def note(folder: Path, outcome: Outcome) -> None:
@@ -188,5 +196,5 @@ def end_sweep(launch: Path) -> None:
 def print_summary(launch: Path) -> list[Outcome]:
     """Print how the jobs of a sweep ended so far, and return it."""
     found = outcomes(launch)
-    print(summary(found, max(len(found), *sweep_sizes, 0)), flush=True)
+    print_line(summary(found, max(len(found), *sweep_sizes, 0)))
     return found

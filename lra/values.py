@@ -203,7 +203,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return {name: convert(v, args[1], f"{key}.{name}") for name, v in value.items()}
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    elif hint is Path and isinstance(value, str):
+    elif hint is Path and isinstance(value, str) and value.strip():
         try:
             return Path(value).expanduser()
         except RuntimeError as error:  # ~name of nobody

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lra.build import make_task  # noqa: E402
 from lra.cli import compose_config, run_program, typed  # noqa: E402
-from lra.script import Parser, escape_unprintable  # noqa: E402
+from lra.script import Parser  # noqa: E402
 from lra.tasks.pathfinder import Pathfinder, export  # noqa: E402
 from lra.tasks.workers import available_cores  # noqa: E402
 
@@ -34,7 +34,6 @@ def main() -> None:
         "--workers", type=int, default=available_cores(), help="processes (default: one per core)"
     )
     arguments = parser.parse_intermixed_args()
-    escape_unprintable()
     overrides = ["task=pathfinder", "task.source=generated", *arguments.settings]
     task = make_task(typed(compose_config(overrides)))
     if not isinstance(task, Pathfinder):

@@ -33,7 +33,7 @@ from lra.cli import (  # noqa: E402
     typed,
 )
 from lra.files import NotWritten, check_writable, replacing, write_atomically  # noqa: E402
-from lra.script import EXIT_USAGE, Parser, escape_unprintable, exit_codes  # noqa: E402
+from lra.script import EXIT_USAGE, Parser, exit_codes  # noqa: E402
 from lra.tasks.batches import ARRAYS  # noqa: E402
 from lra.tasks.cache import Dataset, prepare, verify  # noqa: E402
 from lra.tasks.task import SPLITS, Task  # noqa: E402
@@ -58,7 +58,6 @@ def main() -> int:
         "--workers", type=int, default=available_cores(), help="processes (default: one per core)"
     )
     arguments = parser.parse_intermixed_args()
-    escape_unprintable()
     if arguments.show < 0:
         parser.error(f"--show {arguments.show}: expected 0 or more")
     own = {"task": "", "verify": "checksums", "report": ""}

@@ -148,6 +148,8 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
         ("model=transformers", "did you mean 'transformer'?"),
         ("optimizer=adam", "optimizer=adam: unknown key; known: checkpoint"),
         ("train=5", "train=5: has keys of its own, such as train.num_steps"),
+        ("-m model=softmax,model=luna", "before its values; did you mean 'model=softmax,luna'?"),
+        ("paths.outputs=", "paths.outputs='': expected a path"),
         ("luna", "luna: expected key=value; did you mean 'model=luna'?"),
         ("nothing", "nothing: expected key=value"),
         ("task = listops", "task: no value; expected task=VALUE, without blanks around the ="),
@@ -187,6 +189,14 @@ def test_a_setting_that_is_written_well_enough_is_taken(
     words = ["task=text ", "train.lr= 0.5", "--cfg", "job"]
     code, out, _ = in_process(words, monkeypatch, capsys)
     assert code == 0 and "lr: 0.5" in out and "lra.tasks.text.Text" in out
+
+
+@pytest.mark.parametrize("words", ["--cfg job X", "X --cfg job", "model=none --cfg job X"])
+def test_settings_may_stand_on_both_sides_of_an_option(
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = in_process(words.replace("X", "train.lr=0.5").split(), monkeypatch, capsys)
+    assert code == 0 and "lr: 0.5" in out, err
 
 
 @pytest.mark.parametrize(
@@ -336,6 +346,21 @@ def test_without_a_terminal_there_are_plain_lines_and_no_bar(tmp_path: Path) -> 
     assert "val accuracy" in out and "step      8/8" in out
 
 
+def test_a_model_that_memory_has_no_room_for_is_one_message(tmp_path: Path) -> None:
+    code, _, err = call(tmp_path, *TINY, f"shape.d_ff={10**15}")
+    assert code == 4 and err.startswith("error: out of memory: ") and err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        program = programs.start("run.py", *TINY, cwd=tmp_path, stdout=full.fileno())
+    _, err = program.communicate(timeout=300)
+    assert program.returncode == 0 and "rror" not in err
+    assert read_record(tmp_path).result is not None
+    assert " record " in next(tmp_path.glob("outputs/*/run.log")).read_text()
+
+
 def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(
     tmp_path: Path,
 ) -> None:
@@ -407,11 +432,11 @@ def test_relative_paths_are_taken_from_where_the_command_was_started(
     tmp_path: Path, moves: str
 ) -> None:
     """A single run and a sweep find the same files, also if Hydra is told to change folders."""
-    rows = ["[MAX 2 9 ]\t9", "[MIN 4 7 ]\t4", "[SM 8 5 ]\t3"]
+    rows = ["[MAX {0} 9 ]\t9", "[MED 4 {0} 4 ]\t4", "[MIN 0 {0} ]\t0"]
     (tmp_path / "d/listops").mkdir(parents=True)
     for times, split in enumerate(("val", "test", "train"), start=1):
         (tmp_path / f"d/listops/basic_{split}.tsv").write_text(
-            "\n".join(["Source\tTarget", *rows * times]) + "\n"
+            "\n".join(["Source\tTarget", *rows * times]).format(times) + "\n"
         )
     own = [w for w in TINY if not w.startswith("task.")] + ["task.max_length=64"]
     words = [*own, "paths.data=./d", "paths.cache=mine/cache", "task.source=files",

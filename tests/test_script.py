@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
+from lra import script
+from lra.console import print_line
 from tests import programs
 
 
@@ -29,3 +32,23 @@ def test_nobody_reads_on(tmp_path: Path, command: str) -> None:
     _, err = program.communicate(timeout=60)
     assert program.returncode == 141
     assert "rror" not in err and "Traceback" not in err
+
+
+def test_a_line_that_nobody_reads_is_lost_and_nothing_else() -> None:
+    read_end, write_end = os.pipe()
+    with open(write_end, "w") as stream:
+        print_line("first", stream)
+        assert os.read(read_end, 100) == b"first\n"
+        os.close(read_end)
+        print_line("second", stream)  # and closing, which writes what is left, does not raise
+
+
+def test_closed_output_is_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `>&- 2>&-` leaves it."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as left:
+        script.run_script(lambda: print(sys.stderr.isatty()))
+    assert left.value.code is None and os.get_inheritable(sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        stream.close()

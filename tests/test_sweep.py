@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from lra import multirun
 from lra.build import resolved
 from lra.cli import CONFIGS, compose_config, typed
 from lra.config import config_hash
+from lra.files import NotWritten
 from lra.multirun import check_jobs, check_search, sweep_jobs
 from lra.results import records
 from lra.results.leaderboard import make_rows
@@ -35,7 +37,7 @@ from lra.sweep import (
 )
 from lra.tasks.workers import available_cores, available_memory
 from tests import programs
-from tests.test_cli import ROOT, TINY, start
+from tests.test_cli import ROOT, TINY, in_process, start
 
 # Ends in every way there is, by seed; keyed on the process's own seeding.
 TROUBLE = """
@@ -345,6 +347,54 @@ def test_a_sweep_that_cannot_write_names_the_key(tmp_path: Path) -> None:
     assert code == 2 and "not writable" in err and "choose another paths.outputs" in err
 
 
+def test_a_sweep_that_cannot_write_where_it_was_told_to_names_that_key(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, _, err = sweep(tmp_path, "seed=0,1", "hydra.sweep.dir=file/x")
+    assert code == 2 and "choose another hydra.sweep.dir" in err
+
+
+@pytest.mark.parametrize(
+    "error, message",
+    [
+        (NotWritten(errno.ENOSPC, "full", "jobs.json"), "(full); free some space or choose another "
+         "paths.outputs; the same"),
+        (OSError("outputs: not writable"), "error: outputs: not writable\n"),
+        (KeyError("jobs"), "error: the sweep did not start: KeyError: 'jobs'\n"),
+    ],
+)  # fmt: skip
+def test_an_error_at_the_start_of_a_sweep_ends_it(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Hydra would only warn of it."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(multirun, "note_jobs", fail)
+    code, _, err = in_process(["-m", *TINY, "seed=0,1"], monkeypatch, capsys)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_built_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    code, out, err = sweep(tmp_path, f"shape.d_ff=16,{10**15}", "seed=0,0")
+    warning, note, *others = err.splitlines()
+    assert warning.startswith("warning: 2 of 4 jobs (3, 4) will be refused: out of memory: ")
+    assert note.startswith("note: job 2 ") and not any("error" in line for line in others)
+    assert code == 4 and out.splitlines()[-1].endswith(", 1 skipped, 2 out_of_memory")
+
+
+def test_a_sweep_whose_reader_has_gone_runs_all_its_jobs(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    words = ["-m", *TINY, "seed=0,1"]
+    program = programs.start("run.py", *words, cwd=tmp_path, stdout=write_end)
+    os.close(write_end)
+    _, err = program.communicate(timeout=300)
+    assert program.returncode == 0 and found(tmp_path, "luna").keys() == {0, 1}, err
+
+
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "cut").mkdir()
@@ -533,6 +583,9 @@ def test_jobs_at_a_time_are_as_many_as_cores_memory_and_jobs_allow(
     monkeypatch.setattr(multirun, "available_memory", lambda: 2**40)
     assert count("sweep.parallel=auto", "seed=range(9)") == "8"  # cores
     assert count("sweep.parallel=12", "seed=0,1") == "12"  # as asked
+    for spelling in ("sweep.parallel=+2", "++sweep.parallel=2", "sweep.parallel= 2"):
+        assert count(spelling, "seed=0,1,2") == "2"
+    assert count("sweep.parallel='auto'", "seed=0,1,2") == "3"
     assert count("sweep.parallel=1", "seed=0,1") == count("seed=0,1") == ""
     assert multirun.launcher_words(["sweep.parallel=auto", "seed=0"]) == []  # no sweep
     for words, message in (

@@ -85,3 +85,9 @@ def test_a_path_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert convert("data", Path, "paths.data") == Path("data")
     with pytest.raises(ValueError, match=r"paths.data='?~nobody.here/lra'?: "):
         convert("~nobody.here/lra", Path, "paths.data")
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_nothing_is_no_path(value: str) -> None:
+    with pytest.raises(ValueError, match=f"paths.outputs='{value}': expected a path"):
+        convert(value, Path, "paths.outputs")

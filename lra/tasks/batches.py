@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 import numpy as np
 
-from lra.tasks.task import value_dtype
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -193,7 +191,7 @@ class SplitWriter:
     ) -> None:
         folder.mkdir(parents=True)
         self.folder, self.num_sequences, self.max_length = folder, num_sequences, max_length
-        self.dtype = value_dtype(num_values)
+        self.dtype = np.min_scalar_type(num_values - 1)
         self.num_values, self.num_classes = num_values, num_classes
         self.file: BinaryIO = (folder / "tokens.npy").open("wb+")
         # The header is rewritten at the end; numpy leaves room in it for any length.

@@ -32,11 +32,6 @@ class Example(NamedTuple):
     label: int
 
 
-def value_dtype(num_values: int, least: type[np.unsignedinteger] = np.uint8) -> np.dtype:
-    """The smallest unsigned type from `least` on that holds raw values 0 .. num_values - 1."""
-    return np.promote_types(least, np.min_scalar_type(num_values - 1))
-
-
 class Rule(NamedTuple):
     """Answers [N] to the examples of a split, found without a model."""
 
@@ -86,6 +81,11 @@ class Task(ABC):
     def vocab_size(self) -> int:
         """Number of ids: padding and one id per raw value."""
         return self.num_values + 1
+
+    @property
+    def _dtype(self) -> np.dtype:
+        """Of raw values that a person has given or reads."""
+        return np.promote_types(np.uint16, np.min_scalar_type(self.num_values - 1))
 
     @property
     @abstractmethod
@@ -187,8 +187,7 @@ class Task(ABC):
 
     def vocabulary_hash(self) -> str:
         """What each raw value stands for, as one hash; stored with checkpoints."""
-        dtype = value_dtype(self.num_values, np.uint16)
-        words = [self.decode(np.array([value], dtype)) for value in range(self.num_values)]
+        words = [self.decode(np.array([value], self._dtype)) for value in range(self.num_values)]
         return hashlib.sha256("\n".join(words).encode(errors="surrogateescape")).hexdigest()
 
     def encode(self, given: Any) -> np.ndarray | bytes:
@@ -216,7 +215,7 @@ class Task(ABC):
                 f"value {values[outside[0]]} at place {outside[0]}, expected 0 to "
                 f"{self.num_values - 1}"
             )
-        return values.astype(value_dtype(self.num_values, np.uint16))
+        return values.astype(self._dtype)
 
     def encode_prompt(self, text: str) -> np.ndarray | bytes:
         """Raw values of a text that begins a sequence and is to be continued.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lra.console import Pace, counting, duration, percent
+from lra.console import Pace, counting, duration, percent, print_line
 from lra.files import append
 
 
@@ -31,9 +31,8 @@ class Progress:
 
         if self.quiet:
             return
-        with contextlib.suppress(BrokenPipeError):
-            tqdm.write(text, file=sys.stdout)
-            sys.stdout.flush()
+        with tqdm.external_write_mode(file=sys.stdout):
+            print_line(text)
         if self.log is not None:
             append(self.log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from pathlib import Path
 
@@ -71,6 +72,22 @@ def test_the_time_left_of_a_bar_counts_evaluations_too(
             bar.update([{"loss": 2.0, "accuracy": 0.5}], step, 1000.0)
         last = terminal.getvalue().split("\r")[-1]
     assert "10/100 [01:40<15:00" in last and "loss=2.000" in last
+
+
+def test_a_full_disk_under_the_output_leaves_the_log_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+
+    def full(_: str) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(output, "write", full)
+    monkeypatch.setattr("sys.stdout", output)
+    Progress(tmp_path / "run.log").say("a line")
+    assert (tmp_path / "run.log").read_text().endswith(" a line\n")
+    with pytest.raises(OSError, match="run.log"):
+        Progress(tmp_path / "none" / "run.log").say("a line")
 
 
 def test_a_slow_run_shows_its_first_step_and_how_far_an_evaluation_is(
