@@ -18,6 +18,7 @@ import yaml
 from lra import messages, runs
 from lra.build import make_model, make_predictor
 from lra.config import LoggerConfig, RunConfig
+from lra.console import print_line
 from lra.files import check_writable, is_refused, refusal, storing, write_atomically
 from lra.plan import Meaning, Plan, Reference, finished, make_plan, meaning_of
 from lra.pretraining import block_of, pretrained
@@ -334,7 +335,7 @@ def run_in_processes(plan: Plan, overrides: list[str]) -> Record:
                 plan.reference, refused,
             )  # fmt: skip
             if signals and own() == before:  # before the training, or without a way to save
-                print(f"stopped by {signals}", file=sys.stderr, flush=True)
+                print_line(f"stopped by {signals}", sys.stderr)
                 sys.exit(EXIT_CODES["interrupted"])
         except RuntimeError:
             if refused.exists():

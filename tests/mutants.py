@@ -253,7 +253,7 @@ MUTANTS = [
            "pass", "test_job.py goes_on_from_weights"),
     Mutant("lra/tasks/listops.py", "num_seen) - start",
            "num_seen) - start - 1", "tasks/test_listops.py share_as_many"),
-    Mutant("lra/tasks/cache.py", "if task.kind != \"files\":\n            return found",
+    Mutant("lra/tasks/checks.py", "if task.kind != \"files\":\n            return found",
            "return found", "tasks/test_data.py splits_are_copies"),
     Mutant("scripts/compare.py", "if len(fingerprints) > 1:", "if len(fingerprints) > 2:",
            "results/test_compare.py cannot_be_compared"),

@@ -214,21 +214,22 @@ class SplitWriter:
                              f"expected 0 to {self.num_classes - 1}")  # fmt: skip
         cut, digest = False, hashlib.blake2b(label.to_bytes(8), digest_size=16)
         for values in sequences:
-            if not isinstance(values, bytes):
-                values = self._checked(np.asarray(values), where)
+            values = self._checked(values, where)
             digest.update(len(values).to_bytes(8))
-            digest.update(values if isinstance(values, bytes) else values.tobytes())
+            digest.update(values.data)
             self.longest = max(self.longest, len(values))
             cut |= len(values) > self.max_length
             values = values[: self.max_length]
             self.lengths.append(len(values))
-            self.file.write(values if isinstance(values, bytes) else values.tobytes())
+            self.file.write(values.data)
         self.truncated += cut
         self.labels.append(label)
         self.digests.append(digest.digest())
 
-    def _checked(self, values: np.ndarray, where: str) -> np.ndarray:
+    def _checked(self, values: np.ndarray | bytes, where: str) -> np.ndarray:
         """One sequence's values as they are stored, one after the other."""
+        is_raw = isinstance(values, bytes)
+        values = np.frombuffer(values, np.uint8) if is_raw else np.asarray(values)
         if values.ndim != 1:
             raise ValueError(
                 f"{where} has values of shape {values.shape}, expected a sequence (of a picture, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -20,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from lra.console import counting
+from lra.console import counting, print_line
 from lra.files import check_writable, locked, way_out, write_atomically
 from lra.tasks.batches import ARRAYS, SplitWriter, TokenArrays, file_sha256
-from lra.tasks.beside import listing, shortened
+from lra.tasks.beside import shortened
+from lra.tasks.checks import copies, oddities, shared, truncation
 from lra.tasks.task import SPLITS, Task
 from lra.tasks.workers import available_cores
 
@@ -203,8 +203,7 @@ class _Patience:
         """
         now = time.monotonic()
         if not self.told and now - self.started > TELL_AFTER_S:
-            print(f"waiting for {self._builder()} to prepare {self.folder}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print_line(f"waiting for {self._builder()} to prepare {self.folder}", sys.stderr)
             self.told = True
         if now - self.started > BUILDER_IDLE_S and now - self.looked > BUILDER_IDLE_S / 60:
             self.looked = now
@@ -301,7 +300,7 @@ def _check_once(dataset: Dataset) -> None:
     """`verify`, unless the files are those of the last time, by their sizes and times."""
     signature, content = _as_built(dataset.folder, dataset.meta)
     if _recall(signature, dataset.folder.parent) != content:
-        print(f"checking every byte of {dataset.folder}, once", file=sys.stderr, flush=True)
+        print_line(f"checking every byte of {dataset.folder}, once", sys.stderr)
         verify(dataset)
         _remember(signature, content, dataset.folder.parent)
 
@@ -312,76 +311,6 @@ def _as_built(folder: Path, meta: dict[str, Any]) -> tuple[str, str]:
     checksums = [meta["splits"][split]["sha256"][name] for split in SPLITS for name in ARRAYS]
     names, signature = _signature(files)
     return signature, _content([*zip(names, checksums, strict=True)])
-
-
-def oddities(report: dict[str, Any]) -> list[str]:
-    """What is odd about a split, although it may be meant so."""
-    found = []
-    if report["empty"]:
-        found.append(f"{report['empty']} empty sequences, the first in example "
-                     f"{report['first_empty']}")  # fmt: skip
-    if absent := [c for c, count in enumerate(report["label_histogram"]) if not count]:
-        found.append(f"no example of class {', '.join(map(str, absent))}")
-    return found
-
-
-def copies(task: Task, reports: dict[str, Any]) -> str:
-    """Which two splits have the same examples in the same order, in words; empty if none have.
-
-    Not val and test where the protocol validates on test.
-
-    Raises:
-        ValueError: the data were read from files: one of them lies in another's place.
-    """
-    for first, second in itertools.combinations(SPLITS, 2):
-        is_meant = first == "val" and task.protocol.get("validation") == "test"
-        if is_meant or reports[first]["sha256"] != reports[second]["sha256"]:
-            continue
-        count = reports[first]["num_examples"]
-        found = f"{first} and {second} have the same {count:,} examples in the same order"
-        if task.kind != "files":
-            return found
-        files = listing(task.source_files())
-        raise ValueError(
-            f"task '{task.name}': {found}{f' (read from {files})' if files else ''}; expected "
-            "examples of its own in each split: has a file been copied over another?"
-        )
-    return ""
-
-
-def shared(task: Task, digests: dict[str, list[bytes]]) -> list[str]:
-    """How many examples of val and test are in train, too, and how many of test in val, in words.
-
-    Not val and test where the protocol validates on test. The benchmark's own files have a few
-    (IMDb reviews that were posted twice), so few are a remark.
-
-    Raises:
-        ValueError: more than half of a split are.
-    """
-    found = []
-    for first, second in itertools.combinations(SPLITS, 2):
-        if first == "val" and task.protocol.get("validation") == "test":
-            continue
-        known = set(digests[first])
-        count, total = sum(d in known for d in digests[second]), len(digests[second])
-        if 2 * count > total:
-            files = listing(task.source_files())
-            raise ValueError(
-                f"task '{task.name}': {count:,} of the {total:,} {second} examples are in {first}, "
-                f"too{f' (read from {files})' if files else ''}; expected examples of its own in "
-                "each split: has a file been copied over another?"
-            )
-        if count:
-            found.append(f"{count:,} of the {total:,} {second} examples are in {first}, too")
-    return found
-
-
-def truncation(task: Task, split: str, report: dict[str, Any]) -> str:
-    """How many examples of a split do not fit, in words."""
-    return (
-        f"task '{task.name}': {report['truncated']} of {report['num_examples']} {split} examples "
-        f"are longer than task.max_length={task.max_length} (longest: {report['longest_source']})"
-    )
 
 
 def stratified(labels: np.ndarray, size: int, seed: int = 0) -> np.ndarray:
@@ -434,7 +363,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
         "splits": {},
     }
     digests: dict[str, list[bytes]] = {}
-    print(f"preparing {task.name} from {task.describe_source()}", file=sys.stderr, flush=True)
+    print_line(f"preparing {task.name} from {task.describe_source()}", sys.stderr)
     try:
         temporary.mkdir()
         (temporary / BUILDER).write_text(f"process {os.getpid()} on {platform.node()}\n")
@@ -461,9 +390,9 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 message = truncation(task, split, report)
                 if task.strict:
                     raise ValueError(f"{message}; raise it, or set task.strict=false to cut them")
-                print(f"  {message}; cut", file=sys.stderr)
+                print_line(f"  {message}; cut", sys.stderr)
             for remark in oddities(report):
-                print(f"  task '{task.name}', {split}: {remark}", file=sys.stderr)
+                print_line(f"  task '{task.name}', {split}: {remark}", sys.stderr)
             report["skipped"] = task.skipped[split]
             meta["splits"][split] = report
         if remark := copies(task, meta["splits"]):
@@ -474,7 +403,7 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
             task.remarks.append(f"not read ({len(left_out)}): {shortened(left_out)}")
         meta["remarks"] = task.remarks
         for remark in task.remarks:
-            print(f"  task '{task.name}': {remark}", file=sys.stderr)
+            print_line(f"  task '{task.name}': {remark}", sys.stderr)
         meta["seconds"] = round(time.monotonic() - started, 3)
         (temporary / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
         if cache_folder(task, folder.parent)[1] != fingerprint:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from lra.console import print_line
 from lra.files import replacing
 from lra.tasks.beside import apart, shortened, unread
 from lra.tasks.generated import PACKED, GeneratedTask
@@ -291,7 +292,7 @@ class Pathfinder(GeneratedTask):
             left_out += [f"{path}: not listed in the metadata" for path in self._index.unlisted]
         if left_out:
             names = shortened(left_out)
-            print(f"  {split}: {len(left_out)} pictures left out: {names}", file=sys.stderr)
+            print_line(f"  {split}: {len(left_out)} pictures left out: {names}", sys.stderr)
         self.skipped.setdefault(split, []).extend(left_out)
 
     @cached_property

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lra.console import print_line
 from lra.training.stopping import STUCK_EARLY_S, end_if_stuck
 
 JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
@@ -120,7 +121,7 @@ def first_node(nodes: str) -> str:
 
 @functools.cache  # jobs of a sweep share a process
 def _say_once(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print_line(text, sys.stderr)
 
 
 def is_worker() -> bool:
@@ -155,7 +156,7 @@ def join(device_type: str) -> None:
     awaited = f"waiting for {env['WORLD_SIZE']} processes to meet at {where}"
     watch_no_more = end_if_stuck(STUCK_EARLY_S)
     if env.get("RANK") == "0":
-        print(f"{awaited}, at most {JOIN_LIMIT.seconds // 60} minutes", file=sys.stderr, flush=True)
+        print_line(f"{awaited}, at most {JOIN_LIMIT.seconds // 60} minutes", sys.stderr)
     backend = "nccl" if device_type == "cuda" else "gloo"
     try:
         with telling(f"rank {env.get('RANK')}: {awaited}"):
@@ -193,7 +194,7 @@ def _await_name(host: str, deadline: float) -> None:
 def telling(text: str | None = None) -> Iterator[None]:
     """Say what is waited for, if the block takes long."""
     text = text or f"rank {rank()}: waiting for the other processes of this run"
-    timer = threading.Timer(TELL_AFTER_S, print, [text], {"file": sys.stderr, "flush": True})
+    timer = threading.Timer(TELL_AFTER_S, print_line, [text, sys.stderr])
     timer.daemon = True
     timer.start()
     try:

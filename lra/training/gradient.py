@@ -98,8 +98,11 @@ def num_micro_batches(num_examples: int, micro_batch_size: int) -> int:
     return min(-(-largest_share // micro_batch_size), num_examples // world)
 
 
+# What PyTorch's allocator on a CPU says, and what a GPU's driver and libraries say beside it.
+NO_MEMORY = ("DefaultCPUAllocator", "CUDA error: out of memory", "_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on any device."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
-        error
-    )
+    is_own = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_own or any(text in str(error) for text in NO_MEMORY)

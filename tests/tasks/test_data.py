@@ -377,6 +377,14 @@ def test_values_beyond_two_bytes_and_pictures_are_kept_or_refused(tmp_path: Path
     task = Words(data_dir=tmp_path, max_length=12)
     assert prepare(task, tmp_path).train.sequence(0).tolist() == [65_535, 65_536, 99_999]
     assert task.encode([99_999]).tolist() == [99_999] and len(task.vocabulary_hash()) == 64
+
+    class Bytes(Words):
+        def examples(self, split: str) -> Iterator[Example]:
+            yield Example((b"\1\2\3",), 1)
+
+    assert prepare(Bytes(data_dir=tmp_path, max_length=12), tmp_path / "b").train.sequence(
+        0
+    ).tolist() == [1, 2, 3]
     rows: Any = {split: [(np.ones((4, 4), np.uint8), 1)] for split in SIZES}
     with pytest.raises(ValueError, match=r"train: example 0 has values of shape \(4, 4\)"):
         toy_data(tmp_path / "pictures", rows=rows)

@@ -732,6 +732,12 @@ def test_memory_that_does_not_hold_one_row_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         run(tmp_path / "run", toy_data(tmp_path), model=NeverFits)
     assert is_out_of_memory(MemoryError()) and not is_out_of_memory(RuntimeError("shape"))
+    for text in (
+        "CUDA error: out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED when calling",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+    ):
+        assert is_out_of_memory(RuntimeError(text))
 
 
 def test_a_full_disk_keeps_the_earlier_checkpoint(
