@@ -121,7 +121,7 @@ def generate(
     contents = {out / k: v if isinstance(v, bytes) else v.encode() for k, v in files.items()}
     readme = ROOT / "README.md"
     if results.resolve() == out.resolve() == ROOT / "results" and readme.exists():
-        text = tables.fill_readme(readme.read_text(encoding="utf-8"), tables.results_section(board))
+        text = tables.fill_readme(readme.read_text(encoding="utf-8"), tables.readme_section(board))
         if text is None:
             say(f"{readme}: no markers {' and '.join(tables.README_MARKERS)}; left as it is")
         else:

@@ -112,3 +112,17 @@ def usage(script: str) -> str:
     done = programs.call(script, "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_readme_is_read_in_ten_minutes() -> None:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    words = [w for line in text.splitlines() if not line.startswith("|") for w in line.split()]
+    assert len(words) < 2500  # at 250 a minute; tables and commands are looked at
+
+
+def test_where_things_are_names_every_file() -> None:
+    tree = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are")[2]
+    named = set(re.findall(r"\b\w+\.py\b", tree))
+    there = {p.name for wing in ("lra", "models") for p in (ROOT / wing).rglob("*.py")}
+    assert there - named - {"gated.py", "digitsum.py"} == {"__init__.py"}
+    assert named - there == {"run.py"}

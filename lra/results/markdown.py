@@ -23,6 +23,15 @@ class Table:
             re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells
         )
 
+    def without_empty_columns(self) -> Table:
+        """The same, of those columns where some row has a text."""
+        kept = [j for j in range(len(self.header)) if any(row[j] for row in self.rows)]
+        return Table(
+            [self.header[j] for j in kept],
+            [[row[j] for j in kept] for row in self.rows],
+            frozenset((i, kept.index(j)) for i, j in self.best),
+        )
+
     def markdown(self) -> str:
         sides = ["---:" if self.is_numeric(j) else "---" for j in range(len(self.header))]
         lines = ["| " + " | ".join(self.header) + " |", "|" + "|".join(sides) + "|"]

@@ -59,6 +59,7 @@ PRETRAINED_LEGEND = (
 )
 # Words of a command that another column holds, or that are no part of a setting.
 TOLD_ELSEWHERE = ("task=", "model=", "recipe=", *UNHASHED)
+NO_RUN = "No finished run on the benchmark's own terms yet.\n"
 README_MARKERS = ("<!-- results:begin -->", "<!-- results:end -->")
 
 
@@ -217,24 +218,37 @@ def footnotes(rows: Sequence[Row]) -> list[tuple[str, str]]:
     return [(k, text + extra.get(k, "")) for k, text in MARKS.items() if k in used]
 
 
-def results_section(board: Board) -> str:
-    """README's section: the measured tables, one per recipe, and the one of self-pretraining."""
-    parts = [measured_section(board)]
+def readme_section(board: Board) -> str:
+    """README's section: every measured table, without empty columns and reasons."""
+    titled = {f"### Recipe {escape_markdown(recipe)}\n": measured_table(rows, board.options)
+              for recipe, rows in by_recipe(board.rows).items()}  # fmt: skip
     if board.pretrained:
-        parts += ["### Self-pretraining\n", pretrained_section(board.pretrained)]
-    return "\n".join(parts)
+        titled["### Self-pretraining\n"] = pretrained_table(board.pretrained)
+    if not titled:
+        return NO_RUN
+    parts = [f"{escape_markdown(note)}\n" for note in floor_notes(board)]
+    for title, table in titled.items():
+        parts += [title, table.without_empty_columns().markdown()]
+    rows = [*board.rows, *(r for p in board.pretrained for r in (p.row, p.control) if r)]
+    parts += [_listed([(letter, MARKS[letter]) for letter, _ in footnotes(rows)]), LEGEND]
+    return "\n".join(p for p in parts if p)
+
+
+def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows of a table for each recipe, in order of its name."""
+    names = sorted({row.recipe for row in rows})
+    return {name: [row for row in rows if row.recipe == name] for name in names}
 
 
 def measured_section(board: Board) -> str:
     """The runs from scratch, a table for each recipe, with footnotes."""
+    if not board.rows:
+        return NO_RUN
     parts = [f"{escape_markdown(note)}\n" for note in floor_notes(board)]
-    for recipe in sorted({row.recipe for row in board.rows}):
-        rows = [row for row in board.rows if row.recipe == recipe]
+    for recipe, rows in by_recipe(board.rows).items():
         parts.append(f"### Recipe {escape_markdown(recipe)}\n")
         parts.append(measured_table(rows, board.options).markdown())
         parts.append(_listed(footnotes(rows)))
-    if not parts:
-        return "No finished run on the benchmark's own terms yet.\n"
     parts.append(LEGEND)
     return "\n".join(p for p in parts if p)
 

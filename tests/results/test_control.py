@@ -42,15 +42,17 @@ def scratch() -> list[Record]:
 
 def test_they_stand_in_a_section_of_their_own_and_change_no_other() -> None:
     board, without = build([*scratch(), *pretrained()], load_published()), build(scratch())
-    text = tables.results_section(board)
-    assert text.startswith(tables.results_section(without))
+    assert tables.measured_section(board) == tables.measured_section(without)
     assert [r.variant for r in board.rows] == [r.variant for r in without.rows]
-    section = text.partition("### Self-pretraining\n")[2]
+    section = tables.markdown(board).partition("## Self-pretraining\n")[2].partition("As pub")[0]
     assert markdown_rows(section)[1] == [
         "ListOps", "luna", "90.00 ± 0.00 (2) [a,s]", "50.00 ± 0.00 (3)", "+40.00",
         "+37.85 to +42.15", "+40.00 to +40.00", "masked 10 %, 5,000 steps of 32: val loss 1.250, "
         "accuracy 61.0 %", "nystromformer",
     ]  # fmt: skip
+    readme = tables.readme_section(board).partition("### Self-pretraining\n")[2]
+    assert markdown_rows(readme) == markdown_rows(section)
+    assert "- [s] self-pretrained" in readme and "pretrain=masked" not in readme
     assert "**" not in section and "- [s] self-pretrained, which the arena forbids" in section
     assert "on ListOps: pretrain=masked: the arena allows none" in section
 
@@ -88,7 +90,7 @@ def test_latex_has_a_float_for_them() -> None:
 
 
 def test_bold_is_among_rows_from_scratch_alone() -> None:
-    text = tables.results_section(build([*scratch()[:4], *pretrained()]))
+    text = tables.measured_section(build([*scratch()[:4], *pretrained()]))
     assert "**40.00 ± 0.00 (2)**" in text and "**90" not in text
 
 
@@ -131,7 +133,7 @@ def test_a_missing_control_is_told_by_its_command() -> None:
     # 1001 x 8 examples are 250.25 steps of 32.
     command = "python run.py model=luna task=listops paths.data=d train.lr=0.5 train.num_steps=751"
     assert control_command([record]) == command
-    assert f"to be run: {command}" in tables.results_section(build([record]))
+    assert f"to be run: {command}" in tables.markdown(build([record]))
     record = dataclasses.replace(record, seed=3, overrides=["+pretrain=next", "experiment=x"])
     command = "python run.py -m model=luna task=listops experiment=x train.num_steps=751 seed=3,4"
     assert control_command([record, dataclasses.replace(record, seed=4)]) == command

@@ -223,7 +223,7 @@ def test_a_mark_holds_if_it_holds_for_any_run_of_the_cell() -> None:
 
 def test_reduced_budget_enters_only_on_request_marked_and_unranked() -> None:
     records = list(sixty_records().values())
-    assert "num_steps=500" not in tables.results_section(build(records))
+    assert "num_steps=500" not in tables.measured_section(build(records))
     board = build(records, options=Options(include_reduced=True))
     line = next(r for r in markdown_rows(tables.markdown(board)) if "num_steps=500" in r[1])
     assert line[2] == "97.00 (1) [r]"
@@ -242,7 +242,7 @@ def test_runs_that_are_no_result_are_listed_below_with_their_figures(board: Boar
     assert "| val 28.12 at step 2000 |  | step 77: nan |" in below
     assert "disk full" in below
     assert "| luna | nystromformer | 6 | train.num_steps=500 | test 97.00 at step " in below
-    assert "99.00" not in tables.results_section(board)
+    assert "99.00" not in tables.measured_section(board)
     short = make_record(budget="reduced", environment={"git_dirty": True})
     assert f"|  | {MARKS['d']} |" in tables.markdown(build([short]))
 
@@ -259,7 +259,7 @@ def test_one_finished_one_killed_one_diverged() -> None:
 
 def bold(records: list[Record]) -> list[str]:
     """What stands in bold in the measured tables."""
-    text = tables.results_section(build(records, options=Options(include_reduced=True)))
+    text = tables.measured_section(build(records, options=Options(include_reduced=True)))
     return [cell for line in text.splitlines() for cell in re.findall(r"\*\*(.*?)\*\*", line)]
 
 
@@ -325,7 +325,7 @@ def test_a_run_that_went_on_from_another_is_marked_and_never_bold() -> None:
     for record in best:
         record.config["init_from"] = "outputs/a"
     assert bold(best + others) == []
-    assert "41.67 ± 0.58 (3) [i]" in tables.results_section(build(best + others))
+    assert "41.67 ± 0.58 (3) [i]" in tables.measured_section(build(best + others))
 
 
 def test_a_step_with_uncommitted_changes_marks_the_run_whatever_came_later() -> None:
@@ -357,7 +357,7 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
     rules = [Floor(name, f"answer {name}", score, score) for name, score in scores.items()]
     records = seeds("luna", 0.37, 0.371, 0.37) + seeds("softmax", 0.50)
     data = Data("s", "files", records[0].data["fingerprint"], {"val": 2000, "test": 2000})
-    text = tables.results_section(build(records, floors=[Floors("listops", data, rules)]))
+    text = tables.measured_section(build(records, floors=[Floors("listops", data, rules)]))
     assert text.startswith("On ListOps, rules without a sequence model are right in 15.00 % (answer"
                            " a; 2 of 2 rows above) and 37.00 % (answer b, on validation the best of"
                            " 2 rules; 1 of 2 rows above) of test;")  # fmt: skip
@@ -366,17 +366,17 @@ def test_what_rules_reach_stands_beside_runs_on_the_same_data_only() -> None:
         board
     )
     better = [dataclasses.replace(rules[0], test=made_up_score(0.9))]
-    assert "0 of 2 rows above" in tables.results_section(
+    assert "0 of 2 rows above" in tables.measured_section(
         build(records, floors=[Floors("listops", data, better)])
     )
     # A run at chance is above nothing, whatever its test figure.
     failed = [dataclasses.replace(r, status="at_chance") for r in records]
-    assert "0 of 2 rows above" in tables.results_section(
+    assert "0 of 2 rows above" in tables.measured_section(
         build(failed, floors=[Floors("listops", data, rules)])
     )
     other = dataclasses.replace(data, fingerprint="f" * 64)
     for floors in ([Floors("listops", other, rules)], [Floors("text", data, rules)]):
-        assert tables.results_section(build(records, floors=floors)).startswith("### Recipe")
+        assert tables.measured_section(build(records, floors=floors)).startswith("### Recipe")
 
 
 def test_a_ladder_says_what_a_score_is_worth_and_is_no_floor() -> None:
@@ -392,7 +392,7 @@ def test_a_ladder_says_what_a_score_is_worth_and_is_no_floor() -> None:
     assert above[0] > above[1] > 0
     board = build(records, published + guesses, floors=floors)
     assert guesses and all("b" not in row.cells["listops"].marks for row in board.rows)
-    text = tables.results_section(board)
+    text = tables.measured_section(board)
     assert (
         "On ListOps, solving a part exactly and guessing the rest gives 45.00 % (answer one), "
         f"60.00 % (answer two); the highest of {len(published)} figures in print that are shown "
@@ -444,7 +444,7 @@ def test_the_leaderboard_has_all_rules_also_where_no_run_has_their_data() -> Non
     ]
     assert "Data: our_files.\n" in by_task[0] and "Data: our_files (generated).\n" in by_task[1]
     # README names two of four, without what was tried.
-    assert "a last" not in tables.results_section(build(records, floors=floors))
+    assert "a last" not in tables.measured_section(build(records, floors=floors))
     assert "Without long range" not in tables.markdown(build(records))
 
 
@@ -512,7 +512,7 @@ def test_a_task_of_ones_own_has_a_column_after_the_six() -> None:
     six = [make_record(task) for task in TASKS]
     before = build(six)
     board = build([*six, make_record("digitsum", accuracy=0.875)])
-    header, cells = markdown_rows(tables.results_section(board))[:2]
+    header, cells = markdown_rows(tables.measured_section(board))[:2]
     assert header[2:9] == ["ListOps", "Text", "Retrieval", "Image", "Pathfinder", "Path-X",
                            "digitsum"]  # fmt: skip
     assert cells[8] == "87.50 (1)"
@@ -525,6 +525,17 @@ def test_a_task_of_ones_own_has_a_column_after_the_six() -> None:
     assert [list(r.cells) for r in only.rows] == [["digitsum"]]
     unfinished = build([*six, make_record("digitsum", status="failed")])
     assert "digitsum" not in unfinished.options.tasks
+
+
+def test_readme_leaves_out_empty_columns_and_reasons() -> None:
+    records = seeds("luna", 0.50, 0.51, 0.52) + seeds("softmax", 0.30, 0.31, 0.32)
+    records.append(make_record("text", apples_to_apples=False, why_not=["too wide"]))
+    board = build(records)
+    text, whole = tables.readme_section(board), tables.measured_section(board)
+    assert text.splitlines()[2] == "| Model | ListOps | Text | Params |"
+    assert "**51.00 ± 1.00 (3)**" in text and "**51.00 ± 1.00 (3)**" in whole
+    assert "- [a] not apples to apples\n" in text and "too wide" in whole
+    assert tables.readme_section(build([])) == tables.measured_section(build([]))
 
 
 def test_min_seeds_recipe_and_task_options() -> None:
@@ -555,7 +566,7 @@ def test_order_of_files_changes_nothing() -> None:
 def test_three_records_give_this_very_table() -> None:
     records = [make_record(accuracy=0.3712), make_record(seed=1, accuracy=0.3744),
                make_record("text", "softmax", accuracy=0.6501)]  # fmt: skip
-    assert tables.results_section(build(records)).split("\n\n")[1] == (
+    assert tables.measured_section(build(records)).split("\n\n")[1] == (
         "| Model | Variant | ListOps | Text | Retrieval | Image | Pathfinder | Path-X |"
         " Avg of 5 tasks | Avg of 6 tasks | Params |\n"
         "|---|---|---:|---:|---|---|---|---|---|---|---:|\n"

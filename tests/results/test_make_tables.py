@@ -130,7 +130,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 
 def test_the_checkouts_own_records_fill_its_readme(checkout: Path) -> None:
     text = Path("README.md").read_text()
-    assert "### Recipe nystromformer" in text and "| luna |  | 37.00 (1) |" in text
+    assert "### Recipe nystromformer" in text and "| luna | 37.00 (1) |" in text
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_published_rows_stand_apart_with_their_sources(board: Board) -> None:
     both = build(sixty_records().values(), load_published())
-    assert tables.results_section(both) == tables.results_section(board)
+    assert tables.measured_section(both) == tables.measured_section(board)
     lines = [line for _, _, line in published_lines(both)]
     with (ROOT / "results" / "published.csv").open(encoding="utf-8", newline="") as file:
         every = [r for r in csv.DictReader(file) if r["task"] != "avg"]
