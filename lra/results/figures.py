@@ -33,7 +33,7 @@ DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (
 FIRST = ("softmax", "luna", "nystromformer", "fastformer")  # have the same style in every project
 RC: Any = {"svg.fonttype": "none", "text.parse_math": False, "axes.spines.top": False,
       "axes.spines.right": False, "font.size": 8}  # fmt: skip
-MAX_ROWS = 10  # in one panel
+MAX_ROWS = 10  # in one panel, unless there are more models
 RUNS = "Validation accuracy while training, by task: a line for each run."
 
 
@@ -139,17 +139,18 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
 
 
 def _chosen(rows: Sequence[Row], task: str) -> list[tuple[Row, Cell]]:
-    """What a panel has room for: the best row of each model, then the best of the rest."""
+    """The best row of each model, then, as far as a panel has room, the best of the rest."""
     cells = sorted(((r, r.cells[task]) for r in rows if task in r.cells), key=lambda c: -c[1].mean)
     firsts = {row.model: i for i, (row, _) in reversed(list(enumerate(cells)))}.values()
-    return [cells[i] for i in sorted(range(len(cells)), key=lambda i: i not in firsts)][:MAX_ROWS]
+    order = sorted(range(len(cells)), key=lambda i: i not in firsts)
+    return [cells[i] for i in order[: max(MAX_ROWS, len(firsts))]]
 
 
 def _heading(rows: Sequence[Row], task: str, family: str = "") -> str:
-    count = sum(task in row.cells for row in rows)
+    count, shown = sum(task in row.cells for row in rows), len(_chosen(rows, task))
     heading = ", ".join(filter(None, (task_title(task), family)))
-    told = f" ({MAX_ROWS} of {count} rows, each model's best first)"
-    return heading + told * (count > MAX_ROWS)
+    told = f" ({shown} of {count} rows, each model's best first)"
+    return heading + told * (count > shown)
 
 
 def learning_curves(

@@ -284,15 +284,27 @@ def test_rows_that_one_panel_has_no_room_for_have_one_for_each_family() -> None:
         shown = [a for a in figures.learning_curves(build(runs).rows, styles, (), families).axes
                  if a.get_visible()]  # fmt: skip
         assert len({a.get_ylim() for a in shown}) == 1
-        assert sum(len(a.get_lines()) for a in shown) == min(len(models), 10 * len(shown))
+        assert sum(len(a.get_lines()) for a in shown) == len(models)  # each, however many
         return [a.get_title() for a in shown]
 
     accuracies["none"] = 0.1
     assert titles(names, of) == ["ListOps"]
-    assert titles([*names, "none"], {}) == ["ListOps (10 of 11 rows, each model's best first)"]
+    assert titles([*names, "none"], {}) == ["ListOps"]
     assert titles([*names, "none"], of) == [
         "ListOps, attention", "ListOps, state space", "ListOps, moving average", "ListOps, other"
     ]  # fmt: skip
+
+
+@needs_matplotlib
+def test_further_settings_of_a_model_come_behind_each_models_best() -> None:
+    curve = [{"step": 9, "val_accuracy": 0.3}]
+    runs = [make_record(accuracy=0.3 + n / 100, overrides={"train.lr": 1 / n}, curve=curve)
+            for n in range(1, 12)]  # fmt: skip
+    runs.append(make_record(model="softmax", accuracy=0.1, curve=curve))
+    axes = figures.learning_curves(build(runs).rows, figures.model_styles(["luna"])).axes[0]
+    assert axes.get_title() == "ListOps (10 of 12 rows, each model's best first)"
+    labels = [str(line.get_label()) for line in axes.get_lines()]
+    assert len(labels) == 10 and labels[1] == "softmax" and "lr=1.0" not in " ".join(labels)
 
 
 @needs_matplotlib
