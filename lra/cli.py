@@ -30,6 +30,7 @@ from lra.values import UnknownKey, fill, flatten, nearest, nearest_key
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "pretrain", "hardware", "logger", "experiment")
+NO_NAME = "Config group override must be a string"  # Hydra of model=null and the like
 PLUGINS = {  # of Hydra, and the extra that has them
     "joblib": "parallel", "submitit_slurm": "slurm", "submitit_local": "slurm", "optuna": "tune",
 }  # fmt: skip
@@ -80,6 +81,12 @@ def explain(error: Exception, overrides: list[str]) -> str:
         return str(error) if is_known else unknown_key(error.key, error.given, overrides)
     if isinstance(error, OverrideParseException):
         return unreadable(error.override, overrides)
+    if NO_NAME in str(error):
+        for given in overrides:
+            group, _, choice = given.lstrip("+").partition("=")
+            choices = sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+            if group in GROUPS and choice not in choices:
+                return f"{given}: not a choice; {nearest(choice, choices)}"
     if "INTERVAL_SWEEP" in str(error):
         given = next((o for o in overrides if "interval(" in o), "interval")
         return (

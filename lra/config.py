@@ -39,12 +39,6 @@ class GroupConfig:
     lr: float | None = None  # peak of the rate; None: as train.lr
     weight_decay: float | None = None  # None: as train.weight_decay
 
-    def __post_init__(self) -> None:
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise ValueError(f"train.groups: lr={self.lr}: expected a number above 0")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"train.groups: weight_decay={self.weight_decay}: expected at least 0")
-
 
 @dataclass(frozen=True)
 class GroupsConfig:
@@ -55,6 +49,14 @@ class GroupsConfig:
     output: GroupConfig = GroupConfig()  # its map from the state to the output (C)
     step: GroupConfig = GroupConfig()  # its step sizes (Delta)
     norm: GroupConfig = GroupConfig()  # norms and biases of the layers, of any model
+
+    def __post_init__(self) -> None:
+        for name, group in vars(self).items():
+            key, lr, decay = f"train.groups.{name}", group.lr, group.weight_decay
+            if lr is not None and not 0 < lr < math.inf:
+                raise ValueError(f"{key}.lr={lr}: expected a number above 0")
+            if decay is not None and not 0 <= decay < math.inf:
+                raise ValueError(f"{key}.weight_decay={decay}: expected at least 0")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class TrainConfig:
     pad_to_max: bool = False  # pad every batch to task.max_length, as older code does
     warmup_power: float = 1.0  # schedule=linear: the rate rises as that power of the step
     allow_unreached_peak: bool = False  # accept a warm-up that outlasts the training
-    log_every: int = 10  # steps between lines of metrics.jsonl
+    log_every: int = 10  # steps between writes to metrics.jsonl, of a line for each
     checkpoint_every: int | None = None  # steps; None: at every evaluation, at most once a minute
     time_limit: float | None = None  # seconds since its start; then the run stops, resumable
 

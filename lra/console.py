@@ -15,11 +15,15 @@ PLAIN_LINE_EVERY_S = 15.0
 def print_line(text: str, stream: TextIO | None = None) -> None:
     """Print to standard output, or `stream`, at once; no work ends because nobody can read of it.
 
-    What a reader that is gone, or a full disk, does not take is lost, and nothing else.
+    What a reader that is gone, or a full disk, does not take is lost, and nothing else. What the
+    encoding lacks is escaped, also in processes that other programs start for a part of the work.
     """
     stream = stream or sys.stdout
     try:
         print(text, file=stream, flush=True)
+    except UnicodeEncodeError as error:
+        escaped = text.encode(error.encoding, "backslashreplace")
+        print_line(escaped.decode(error.encoding), stream)
     except OSError:
         with contextlib.suppress(OSError):
             _discard_buffer(stream)

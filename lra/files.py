@@ -73,7 +73,7 @@ def append(path: Path, text: str) -> None:
     Raises:
         OSError: it cannot be written; names the file.
     """
-    with naming(path), path.open("a", encoding="utf-8") as file:
+    with naming(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 

@@ -27,7 +27,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.cli import CONFIGS, compose_config, explain, jobs_at_a_time, threads_per_job, typed
+from lra.cli import (
+    CONFIGS,
+    NO_NAME,
+    compose_config,
+    explain,
+    jobs_at_a_time,
+    threads_per_job,
+    typed,
+)
 from lra.console import print_line
 from lra.files import check_writable, is_refused, refusal
 from lra.script import fail
@@ -392,6 +400,8 @@ def check_job(words: list[str], overrides: list[str]) -> tuple[Plan | None, str]
     except HydraException as error:  # Hydra itself would end the sweep with it
         fail(explain(error, overrides))
     except (OmegaConfBaseException, ValueError) as error:
+        if NO_NAME in str(error):  # so would it with this
+            fail(explain(error, words))
         return None, explain(error, words)
     except Exception as error:  # a model that cannot be built, which is no matter of other jobs
         return None, named(error)

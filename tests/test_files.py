@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from lra import files
-from lra.files import Held, NotWritten, locked, replacing, storing, write_atomically
+from lra.files import Held, NotWritten, append, locked, replacing, storing, write_atomically
 from lra.tasks.batches import SplitWriter
 from lra.tasks.task import Example
 from tests.toy import SIZES, Toy, toy_data
@@ -46,6 +46,11 @@ def test_permissions_are_those_of_any_new_file_and_never_changed(
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == mode
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_is_appended_may_name_a_file_that_is_not_utf8(tmp_path: Path) -> None:
+    append(tmp_path / "log", "output /data/\udcff\n")  # as Python has the byte 0xff
+    assert (tmp_path / "log").read_text() == "output /data/\\udcff\n"
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])

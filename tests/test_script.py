@@ -43,6 +43,16 @@ def test_a_line_that_nobody_reads_is_lost_and_nothing_else() -> None:
         print_line("second", stream)  # and closing, which writes what is left, does not raise
 
 
+def test_what_an_encoding_lacks_is_escaped_also_in_a_process_that_another_started(
+    tmp_path: Path,
+) -> None:
+    """Such as a job of a launcher, or one of several processes of a run."""
+    place = tmp_path / "said"
+    with place.open("w", encoding="ascii") as stream:
+        print_line("/data/größe", stream)
+    assert place.read_text() == "/data/gr\\xf6\\xdfe\n"
+
+
 def test_closed_output_is_read_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `>&- 2>&-` leaves it."""
     for name in ("stdout", "stderr"):

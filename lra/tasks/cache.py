@@ -376,7 +376,8 @@ def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None
                 task.num_classes,
                 task.max_length,
             )
-            total = task.official_sizes.get(split) if task.kind != "synthetic" else None
+            sizes = getattr(task, "sizes", task.official_sizes)  # a generator may make others
+            total = sizes.get(split) if task.kind != "synthetic" else None
             with counting(f"  {split}", total) as show:
                 for number, (sequences, label) in enumerate(task.examples(split), start=1):
                     writer.add(sequences, label)

@@ -440,6 +440,21 @@ def test_same_bytes_for_any_number_of_processes(
     assert all(cache == caches[0] for cache in caches)
 
 
+def test_how_far_a_build_is_counts_what_will_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: dict[str, Any] = {}
+
+    def counting(what: str, total: int | None) -> Any:
+        totals[what.strip()] = total
+        return contextlib.nullcontext(lambda done: None)
+
+    monkeypatch.setattr("lra.tasks.cache.counting", counting)
+    sizes = {"num_train": 40, "num_val": 10, "num_test": 10}
+    prepare(ListOps(data_dir=tmp_path, **TINY, **sizes), tmp_path / "cache")  # type: ignore[arg-type]
+    assert totals == {"train": 40, "val": 10, "test": 10}
+
+
 def test_killed_build_leaves_no_workers_no_lock_and_no_cache(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys, lra.tasks.cache, lra.tasks.listops\n"
