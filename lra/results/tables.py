@@ -127,7 +127,12 @@ def differences(p: Pretrained) -> list[str]:
 
 def pretrained_notes(pretrained: Sequence[Pretrained]) -> list[tuple[str, str]]:
     """`footnotes` of these runs and their controls."""
-    return footnotes([row for p in pretrained for row in (p.row, p.control) if row])
+    return footnotes(rows_and_controls(pretrained))
+
+
+def rows_and_controls(pretrained: Sequence[Pretrained]) -> list[Row]:
+    """Runs with self-pretraining, and those from scratch that they are held against."""
+    return [row for p in pretrained for row in (p.row, p.control) if row]
 
 
 def source(p: Published) -> str:
@@ -229,8 +234,8 @@ def readme_section(board: Board) -> str:
     parts = [f"{escape_markdown(note)}\n" for note in floor_notes(board)]
     for title, table in titled.items():
         parts += [title, table.without_empty_columns().markdown()]
-    rows = [*board.rows, *(r for p in board.pretrained for r in (p.row, p.control) if r)]
-    parts += [_listed([(letter, MARKS[letter]) for letter, _ in footnotes(rows)]), LEGEND]
+    notes = footnotes([*board.rows, *rows_and_controls(board.pretrained)])
+    parts += [_listed([(letter, MARKS[letter]) for letter, _ in notes]), LEGEND]
     return "\n".join(p for p in parts if p)
 
 
