@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import signal
@@ -247,6 +248,8 @@ def threads_per_job(hydra: Any) -> int | None:
 def run_program(main: Callable[[], Any]) -> None:
     """Run a Hydra program; report user errors as one message and leave with a code of its own."""
     open_streams()
+    # Hydra prints --info by logging, which would answer each line that nobody reads with a trace.
+    logging.raiseExceptions = False
     # Let errors out of Hydra, which would print its own advice; they are worded here.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     os.environ.setdefault("LRA_SWEEP_ID", str(os.getpid()))

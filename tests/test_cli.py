@@ -364,6 +364,16 @@ def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> No
     assert " record " in next(tmp_path.glob("outputs/*/run.log")).read_text()
 
 
+@pytest.mark.parametrize("what", ["config", "searchpath"])
+def test_hydras_information_may_go_unread(tmp_path: Path, what: str) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    program = programs.start("run.py", "--info", what, cwd=tmp_path, stdout=write_end)
+    os.close(write_end)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode in (0, 141) and err == ""
+
+
 def test_same_seed_twice_and_a_kill_between_give_the_same_record_and_weights(
     tmp_path: Path,
 ) -> None:
