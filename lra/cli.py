@@ -18,6 +18,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -117,7 +118,15 @@ def explain(error: Exception, overrides: list[str]) -> str:
             return unknown_hydra_key(OmegaConf.structured(HydraConf), given) or (
                 f"{given}: unknown key"
             )
-        return unknown_key(key, given, overrides)
+        value = OverridesParser.create().parse_override(given).value()
+        known = known_keys(overrides)
+        inside = [f"{key}.{name}" for name in flatten(value)] if isinstance(value, dict) else []
+        wrong = next((name for name in inside if name not in known), key)
+        return unknown_key(wrong, given, overrides)
+    if match := re.match(r"Error merging override ([^=]+)=", str(error)):
+        key, given = match[1], str(error).removeprefix("Error merging override ")
+        expected = f"a list: {key}=[..]" if key in known_keys(overrides) else "keys with values"
+        return f"{given}: expected {expected}"
     return str(error)
 
 

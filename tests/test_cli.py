@@ -136,6 +136,13 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
         ("+model.num_layers=4", "did you mean 'shape.num_layers'?"),
         ("shape.layers=4", "did you mean 'shape.num_layers'? known: norm_kind"),
         ("layers=4", "did you mean 'shape.num_layers'?"),
+        (
+            "shape={num_layer:4}",
+            "shape={num_layer:4}: unknown key; did you mean 'shape.num_layers'",
+        ),
+        ("model={slots:4}", "model={slots:4}: unknown key; known: projection_length"),
+        ("train.betas={a:1}", "train.betas={a:1}: expected a list: train.betas=[..]"),
+        ("shape=[1,2]", "shape=[1,2]: expected keys with values"),
         ("+lr=0.001", "did you mean 'train.lr'?"),
         ("trian.lr=1", "did you mean 'train.lr'?"),
         ("task.seed=1", "did you mean 'seed'?"),
