@@ -107,7 +107,7 @@ def families(published: Sequence[Published]) -> dict[str, str]:
 
 
 def paper_table(paper: Paper, published: Sequence[Published], rows: Sequence[Row]) -> Table:
-    """Published rows in the paper's order; under each our rows and the difference to it.
+    """Published rows in the file's order; under each our rows and the difference to it.
 
     Our rows of the same recipe that stand against none follow at the end.
     """

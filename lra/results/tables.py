@@ -149,7 +149,8 @@ def mean_title(kind: str) -> str:
 def misprint(p: Published, kind: str) -> float | None:
     """The mean of a row's printed cells where the average printed of this kind is another."""
     text, mean = p.averages.get(kind, ("", ""))[0], p.average(MEANS[kind])
-    return mean if text and mean is not None and abs(mean - float(text)) > 0.00501 else None
+    rounding = 0.5 * 10.0 ** -len(text.partition(".")[2]) + 1e-5
+    return mean if text and mean is not None and abs(mean - float(text)) > rounding else None
 
 
 def errata(published: Sequence[Published], sources: tuple[str, ...] = ("",)) -> list[str]:
