@@ -9,12 +9,11 @@ import traceback
 from pathlib import Path
 
 # lra comes first: it says what to do where packages are missing.
-from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes
+from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, run_script
 
 # isort: split
 if __name__ == "__main__" and {"-h", "--help"} & set(sys.argv[1:]):
     from lra.help import help_text
-    from lra.script import run_script
 
     run_script(lambda: print(help_text()))
 
@@ -31,12 +30,11 @@ from lra.cli import (
     settings_first,
     typed,
 )
-from lra.console import print_line
+from lra.console import first_line, print_line
 from lra.files import Unwritable
 from lra.multirun import JobSettings, job_settings, launcher_words, told
 from lra.sweep import (
     Outcome,
-    first_line,
     has_failed,
     named,
     note,
@@ -57,8 +55,9 @@ def main(cfg: DictConfig) -> float | None:
     settings = job_settings()
     with settings.signals():
         outcome = attempt(cfg, settings)
-    exit_codes.append(outcome.exit_code)
-    if settings.launch is not None:
+    if settings.launch is None:
+        exit_codes.append(outcome.exit_code)
+    else:  # whose end reads the codes of all jobs, wherever they ran
         note(settings.launch, outcome)
         if outcome.ends_sweep and settings.in_sweep_process:
             # Hydra does not announce the end of the sweep then.

@@ -17,7 +17,7 @@ def load(run: str | Path, device: str = "cpu") -> TrainedModel:
     """The model of a run's folder with its selected weights, and the task it was trained on.
 
     Raises:
-        ValueError: no such run, no weights in it, or they do not fit its config.
+        ValueError: no such run or device, no weights in it, or they do not fit its config.
     """
     from lra.trained import TrainedModel  # brings torch
 

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -23,14 +22,13 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.config import RunConfig
-from lra.console import print_line
+from lra.config import CONFIGS, RunConfig
+from lra.console import first_line, print_line
 from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, open_streams, unread
-from lra.sweep import end_sweep, first_line, launches, outcomes, print_summary
+from lra.sweep import end_sweep, launches, outcomes, print_summary
 from lra.tasks.workers import available_cores
 from lra.values import UnknownKey, fill, flatten, nearest, nearest_key
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 GROUPS = ("task", "model", "recipe", "pretrain", "hardware", "logger", "experiment")
 NO_NAME = "Config group override must be a string"  # Hydra of model=null and the like
 PLUGINS = {  # of Hydra, and the extra that has them

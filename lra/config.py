@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # Parts of a config that say where and how a run goes on, not what its numbers are.
 NO_IDENTITY = ("seed", "paths", "hardware", "logger", "checkpoint", "sweep")
 # Keys of `train` that change when something is written or saved, not the numbers.
@@ -282,9 +283,12 @@ class RunConfig:
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed}: expected 0 to 2**32 - 1")
         for name in ("checkpoint", "init_from"):
-            if place := getattr(self, name):  # one place, one identity, however it is spelt
-                place = os.path.normpath(os.path.expanduser(place))
-                object.__setattr__(self, name, place)
+            if (place := getattr(self, name)) is None:
+                continue
+            if not place.strip():
+                raise ValueError(f"{name}={place!r}: expected a run's folder, or null for none")
+            # One place, one identity, however it is spelt.
+            object.__setattr__(self, name, os.path.normpath(os.path.expanduser(place)))
         if self.pretrain.objective != "none":
             self.pretrain.as_train(self.train)  # checks its values
             if self.init_from:

@@ -101,6 +101,11 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line; its class if it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def percent(value: float | None) -> str:
     """Two decimals, or nothing. A half goes up, also where binary numbers fall just short of it."""
     return "" if value is None else f"{value + 1e-9:.2f}"

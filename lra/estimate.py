@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lra import runs
-from lra.console import aligned, duration, print_line
+from lra.console import aligned, duration, first_line, print_line
 from lra.plan import Plan
 from lra.pretraining import WEIGHTS, folder_name, identity_of
 from lra.results import records
 from lra.speed.cells import in_own_process
 from lra.speed.forecast import Forecast, batches_of
-from lra.sweep import first_line, makespan
+from lra.sweep import makespan
 from lra.tasks.cache import Dataset, prepare
 from lra.tasks.workers import available_memory
 from lra.training import checkpoint
@@ -84,9 +84,14 @@ def share_left(plan: Plan) -> float:
     with contextlib.suppress(ValueError):  # a record that the run will replace, or refuse
         if own is not None and records.load(own).result is not None:
             return 0.0
-    for newest in checkpoint.checkpoints(plan.run_dir / "checkpoints"):
-        return max(0.0, 1 - checkpoint.step_of(newest) / plan.config.train.num_steps)
-    return 1.0
+    return steps_left(plan.run_dir, plan.config.train.num_steps)
+
+
+def steps_left(folder: Path, num_steps: int) -> float:
+    """Share of the steps that the newest checkpoint of a folder leaves to do."""
+    newest = checkpoint.checkpoints(folder / "checkpoints")[:1]
+    done = checkpoint.step_of(newest[0]) if newest else 0
+    return max(0.0, 1 - done / num_steps)
 
 
 def first_phases(plans: Mapping[int, Plan]) -> dict[int, float]:
@@ -107,9 +112,7 @@ def first_phases(plans: Mapping[int, Plan]) -> dict[int, float]:
             prepared[key] = prepare(plan.task, plan.config.paths.cache)
         folder = plan.config.paths.outputs / folder_name(plan, identity_of(plan, prepared[key]))
         if folder not in folders and not (folder / "result.json").exists():
-            newest = checkpoint.checkpoints(folder / "checkpoints")[:1]
-            done = checkpoint.step_of(newest[0]) if newest else 0
-            shares[number] = max(0.0, 1 - done / pretrain.num_steps)
+            shares[number] = steps_left(folder, pretrain.num_steps)
         folders.add(folder)
     return shares
 

@@ -228,16 +228,16 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a text file as a whole."""
+    """Replace a text file as a whole; what is no UTF-8, such as in a file's name, is escaped."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a text file as a whole where none is yet.
+    """Likewise where none is yet.
 
     Raises:
         FileExistsError: there is one, also if it came only just now; it stays as it is.
     """
     with replacing(path, new=True) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="backslashreplace"))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import yaml
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+from lra.config import CONFIGS
 
 
 def help_text() -> str:

@@ -339,7 +339,7 @@ def run_in_processes(plan: Plan, overrides: list[str]) -> Record:
                 sys.exit(EXIT_CODES["interrupted"])
         except RuntimeError:
             if refused.exists():
-                raise ValueError(refused.read_text()) from None
+                raise ValueError(refused.read_text(encoding="utf-8")) from None
             if own() == before:
                 raise  # ended without a record, e.g. killed
     path, _ = own()

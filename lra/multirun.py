@@ -27,19 +27,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.cli import (
-    CONFIGS,
-    NO_NAME,
-    compose_config,
-    explain,
-    jobs_at_a_time,
-    threads_per_job,
-    typed,
-)
-from lra.console import print_line
+from lra.cli import NO_NAME, compose_config, explain, jobs_at_a_time, threads_per_job, typed
+from lra.config import CONFIGS
+from lra.console import first_line, print_line
 from lra.files import check_writable, is_refused, refusal
 from lra.script import fail
-from lra.sweep import end_sweep, first_line, launches, named, note_jobs, note_stop, sweep_sizes
+from lra.sweep import end_sweep, launches, named, note_jobs, note_stop, sweep_sizes
 from lra.tasks.workers import available_cores, available_memory
 from lra.training.stopping import PATIENCE_S, discard_output
 

@@ -8,6 +8,7 @@ Shapes: N examples, S sequences of each, L length, C classes, T replaced tokens,
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
@@ -177,9 +178,12 @@ def influence(
     """How much outputs change by their distance from a replaced token, and logits by its place.
 
     Each example has one of its tokens replaced at a random place and, for logits, the tokens at
-    the distances 0, 1, 2, 4 ... behind its first; only the first sequence of a pair.
+    the distances 0, 1, 2, 4 ... behind its first; only the first sequence of a pair. Nothing where
+    no example has two tokens.
     """
     fitting = [i for i, e in enumerate(rows.examples) if len(e[0]) > 1]
+    if not fitting:
+        return []
     chosen = rows.some(fitting, num_replaced)
     distances = [0, *doubling(1, rows.longest - 1)]
     trained_d, untrained_d = (
@@ -212,8 +216,13 @@ def influence(
 def _changes_of_outputs(
     model: Classifier, rows: Rows, chosen: list[int], distances: list[int], num_values: int
 ) -> dict[int, np.ndarray]:
-    """By distance, of each replaced token, the change of outputs that far away; over their size."""
+    """By distance, of each replaced token, the change of outputs that far away; over their size.
+
+    None of a model whose outputs are not those of tokens.
+    """
     found: dict[int, list[float]] = {distance: [] for distance in distances}
+    if not model.encoder.rows_are_tokens:
+        chosen = []
     for start in range(0, len(chosen), rows.batch_size):
         part = chosen[start : start + rows.batch_size]
         plain: list[Sequences] = [(rows.examples[i][0],) for i in part]
@@ -296,22 +305,18 @@ def attention(model: Classifier, rows: Rows, num_examples: int) -> list[Attentio
     return result
 
 
-class _inputs_of:
-    """Keeps what each of some modules was called with, in their order."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
-
-    def __enter__(self) -> list[tuple[Tensor, Tensor]]:
-        seen: list[tuple[Tensor, Tensor]] = []
-        self.hooks = [
-            module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs))
-            for module in dict.fromkeys(self.modules)
-        ]
-        return seen
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self.hooks:
+@contextlib.contextmanager
+def _inputs_of(modules: Sequence[nn.Module]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Inside, the list gets what each of some modules is called with, in the order of the calls."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs))
+        for module in dict.fromkeys(modules)
+    ]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
             hook.remove()
 
 

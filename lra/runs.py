@@ -44,7 +44,8 @@ def locked(run_dir: Path) -> Iterator[None]:
             finally:
                 if [path.name for path in run_dir.iterdir()] == [lock.name]:
                     lock.unlink()
-                    run_dir.rmdir()
+                    with contextlib.suppress(OSError):  # another process has come meanwhile
+                        run_dir.rmdir()
     except files.Held:
         raise Busy(f"{run_dir}: another process is working on this very run") from None
 

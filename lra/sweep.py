@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lra.console import aligned, duration, percent, print_line
+from lra.console import aligned, duration, first_line, percent, print_line
 from lra.files import write_atomically
 from lra.script import exit_codes
 
@@ -48,11 +48,6 @@ def objective(outcome: Outcome) -> float | None:
         return outcome.val_accuracy
     is_bad = outcome.status in ("diverged", "failed", "out_of_memory", "refused")
     return 0.0 if is_bad else None
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line; its class if it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def named(error: Exception) -> str:
@@ -148,7 +143,7 @@ def makespan(seconds: Iterable[float | None], at_a_time: int) -> float:
 
 def has_failed(folder: Path) -> bool:
     """Whether a job of the sweep failed, so that `sweep.fail_fast` starts no more."""
-    return any(o.exit_code for o in outcomes(folder))
+    return any(o.exit_code and o.status != "busy" for o in outcomes(folder))
 
 
 def note_stop(folder: Path, name: str) -> None:

@@ -30,6 +30,9 @@ from lra.training.progress import Progress
 from lra.training.weights import selected_path, selected_weights, stored_config
 from lra.values import fill, nearest
 
+# Beginnings of the keys that an evaluation has from its own command, not from the run.
+DECIDED_ANEW = ("checkpoint", "paths.", "hardware", "sweep.", "task.source", "task.path")
+
 
 class TrainedModel:
     """Model and task of a run. Inputs take the way of the run's own evaluation: as the task encodes
@@ -45,18 +48,18 @@ class TrainedModel:
         step: the training step that its weights are from.
 
     Raises:
-        ValueError: no such run, no weights in it, or they do not fit its config.
+        ValueError: no such run or device, no weights in it, or they do not fit its config.
     """
 
     def __init__(self, run: Path, device: str = "cpu") -> None:
         check_run(run)
+        self.device = _usable(device)
         self.config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
         try:
             self.task = make_task(self.config)
             self.model = make_model(self.config, self.task)
         except ValueError as error:  # the file was edited, or is of another version
             raise ValueError(f"{run / 'config.yaml'}: {error}") from None
-        self.device = torch.device(device)
         path = selected_path(run, self.task.vocabulary_hash())
         self.model.load_state_dict(selected_weights(path, self.model))
         self.model.to(self.device).eval()
@@ -134,9 +137,18 @@ def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
 
 
+def _usable(device: str) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such name, or PyTorch is without it
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device={device!r}: cannot be used here ({reason})") from None
+    return torch.device(device)
+
+
 def _warn_if_unfinished(run: Path, step: int, num_steps: int) -> None:
     try:
-        status = json.loads((run / "status.json").read_text(encoding="utf-8"))["status"]
+        status = json.loads((run / STATUS).read_text(encoding="utf-8"))["status"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if status not in ("completed", "at_chance"):
@@ -163,10 +175,10 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> Status:
     run_dir = source if source.is_dir() else source.parent.parent
     for override in overrides:
         name = override.lstrip("+").partition("=")[0]
-        if not name.startswith(("checkpoint", "paths.", "hardware", "task.source", "task.path")):
+        if not name.startswith(DECIDED_ANEW):
             raise ValueError(
                 f"{override}: with checkpoint={config.checkpoint} the run's own config decides; "
-                "only paths, hardware, task.source and task.path can be given"
+                "only paths, hardware, sweep, task.source and task.path can be given"
             )
     stored = stored_config(run_dir, f"checkpoint={source}")
     place = {k: v for k, v in config.task.items() if k in ("source", "path")

@@ -72,7 +72,8 @@ def _unlikeness(name: str, known: str) -> tuple[float, float]:
     if name.casefold() == known.casefold():
         return 0, 0
     ours, theirs = _words(name), _words(known)
-    if ours == theirs or SYNONYMS.get(name.removeprefix("num_")) == known:
+    bare = name.removeprefix("num_")
+    if ours == theirs or SYNONYMS.get(bare) == known or SYNONYMS.get(known) == bare:
         return 1, 0
     if ours and ours < theirs:
         return 2, len(theirs - ours)

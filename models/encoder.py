@@ -146,6 +146,7 @@ class Encoder(nn.Module):
                 )
         self.norm = make_norm(shape) if shape.norm == "pre" else NoNorm()
         self.uses_all = True  # False: some parameters take no part in what `forward` returns
+        self.rows_are_tokens = True  # False: rows that `forward` returns stand for other things
         self.checkpoint_layers = False  # in training, recompute each layer instead of keeping it
         initialise(self, shape.init)
 

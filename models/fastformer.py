@@ -7,6 +7,7 @@ Shapes: B batch, L length, D d_model, H heads, K head dim, E = H * K.
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -171,7 +172,7 @@ class FastformerEncoder(Encoder):
         norm_eps: float = 1e-5,
         causal: bool = False,
     ) -> None:
-        if norm_eps <= 0:
+        if not 0 < norm_eps < math.inf:
             raise ValueError(f"model.norm_eps={norm_eps}: expected more than 0")
         mixers: list[nn.Module] = []
 

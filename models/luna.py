@@ -407,7 +407,7 @@ class LunaEncoder(Encoder):
         super().__init__(shape, mixer, LunaBlock)
         self.dynamic_projection = dynamic_projection and not causal
         self.pool_memory = pool_memory
-        self.uses_all = not pool_memory
+        self.uses_all = self.rows_are_tokens = not pool_memory
         self.memory = nn.Parameter(torch.empty(projection_length, shape.d_model))
         nn.init.normal_(self.memory, std=shape.d_model**-0.5)
         self.memory_positions: Tensor | None

@@ -13,6 +13,7 @@ key, value. `mask` is bool, True = real token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -124,12 +125,13 @@ class PerformerAttention(nn.Module):
             )
         if not orthogonal and num_features is None:
             raise ValueError("model.orthogonal=false: acts only with random features")
-        if epsilon is not None and epsilon <= 0:
+        if epsilon is not None and not 0 < epsilon < math.inf:
             raise ValueError(f"model.epsilon={epsilon}: expected more than 0, or null")
         if kernel == "relu" and (trigonometric or scale_twice):
             raise ValueError(
                 "model.kernel=relu: model.features=trigonometric and model.scale_twice=true act "
-                "only with model.kernel=softmax"
+                "only with model.kernel=softmax; set model.features=positive and "
+                "model.scale_twice=false"
             )
         if shape.is_rotary and num_features is None:
             raise ValueError(
@@ -140,7 +142,7 @@ class PerformerAttention(nn.Module):
         if trigonometric and epsilon is not None:
             raise ValueError(
                 f"model.epsilon={epsilon}: acts only with model.features=positive or "
-                "model.kernel=relu"
+                "model.kernel=relu; set model.epsilon=null"
             )
         if trigonometric and causal:
             raise ValueError(

@@ -35,9 +35,8 @@ class Predictor(nn.Module):
 
     def __init__(self, encoder: Encoder, shape: Shape, *, reads_mask: bool) -> None:
         super().__init__()
-        one_row = torch.ones(1, shape.max_length, dtype=torch.bool)
         self.num_before = int(shape.pooling == "cls")  # rows in front of the tokens'
-        if encoder.output_mask(one_row).shape[1] != shape.max_length + self.num_before:
+        if not encoder.rows_are_tokens:
             raise ValueError(
                 f"{type(encoder).__name__} returns no row for each token "
                 "(model.pool_memory=true?), to tell a hidden token from; use pretrain=none"

@@ -10,6 +10,7 @@ sequence or of all. `mask` is bool, True = real token.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -382,7 +383,7 @@ class RecurrentEncoder(Encoder):
     ) -> None:
         if block not in ("shared", "own"):
             raise ValueError(f"model.block={block!r}: expected shared or own")
-        if norm_eps <= 0:
+        if not 0 < norm_eps < math.inf:
             raise ValueError(f"model.norm_eps={norm_eps}: expected more than 0")
         check_directions(shape, bidirectional=bidirectional, causal=causal)
         own = partial(MixerBlock, tie_dropout=tie_dropout)

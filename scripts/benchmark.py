@@ -30,7 +30,6 @@ and prints the speed of ours as a multiple of theirs. Words, besides the keys of
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import statistics
@@ -59,8 +58,10 @@ from lra.cli import (  # noqa: E402
     run_program,
 )
 from lra.config import RunConfig  # noqa: E402
+from lra.console import first_line  # noqa: E402
 from lra.results.efficiency import benchmark_tables  # noqa: E402
 from lra.results.markdown import Table  # noqa: E402
+from lra.runs import now  # noqa: E402
 from lra.script import Parser, exit_codes  # noqa: E402
 from lra.speed.benchmarks import (  # noqa: E402
     BASELINE,
@@ -212,7 +213,7 @@ def plain(text: str, word: str) -> Any:
     try:
         values: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except Exception as error:  # of the YAML library, whichever that is
-        raise ValueError(f"{word}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{word}: {first_line(error)}") from None
     return values["value"]
 
 
@@ -339,7 +340,7 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
     configs = composed(models, overrides, settings)
     if BASELINE not in models:
         print(f"warning: {BASELINE} is not among the models, so there are no ratios to it")
-    started_at, load_average = _now(), round(os.getloadavg()[0], 2)
+    started_at, load_average = now(), round(os.getloadavg()[0], 2)
     limits = machine_limits(next(iter(configs.values())), settings)
     rounds = Rounds(configs, settings)
     try:
@@ -393,7 +394,7 @@ def as_record(rounds: Rounds, config: RunConfig, settings: Settings) -> Benchmar
         recipe=config.recipe,
         repeats=settings.repeats,
         max_step_s=settings.max_step_s,
-        finished_at=_now(),
+        finished_at=now(),
     )
 
 
@@ -475,10 +476,6 @@ def warn_if_busy() -> None:
         if load > 0.5:
             print(f"warning: the load average is {load:.1f} on {available_cores()} cores: other "
                   "work is running, so trust ratios with a small spread only")  # fmt: skip
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Takes every key of the config; writes results/floors/<task>.json, which tables a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -23,13 +22,12 @@ from lra.cli import compose_config, run_program, typed  # noqa: E402
 from lra.console import percent  # noqa: E402
 from lra.files import check_writable  # noqa: E402
 from lra.results import floors, rules  # noqa: E402
+from lra.script import Parser  # noqa: E402
 from lra.tasks.cache import prepare  # noqa: E402
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("settings", nargs="+", metavar="key=value", help="task=NAME, any other key")
     config = typed(compose_config(parser.parse_args().settings))
     task = make_task(config)

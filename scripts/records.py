@@ -17,7 +17,6 @@ another folder than results/.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra.config import NO_IDENTITY, config_hash  # noqa: E402
+from lra.config import CONFIGS, NO_IDENTITY, config_hash  # noqa: E402
 from lra.console import aligned, percent  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
 from lra.results.leaderboard import finished  # noqa: E402
@@ -45,10 +44,9 @@ from lra.results.records import (  # noqa: E402
 )
 from lra.results.settings import all_settings, setting_text  # noqa: E402
 from lra.results.statistics import wilson  # noqa: E402
-from lra.script import run_script  # noqa: E402
+from lra.script import Parser, run_script  # noqa: E402
 from lra.values import flatten, nearest  # noqa: E402
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 COMMANDS = ("list", "show", "command", "diff", "validate", "merge")
 
 
@@ -224,9 +222,7 @@ def merge(results: Path, other: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="DIR")
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("words", nargs="*")

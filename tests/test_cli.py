@@ -536,6 +536,8 @@ def test_a_place_of_weights_counts_however_it_is_spelt(monkeypatch: pytest.Monke
         for spelt in ("outputs/a", "outputs/a/", "./outputs//a", "outputs/b/../a"):
             assert getattr(typed(compose_config([f"{key}={spelt}"])), key) == "outputs/a"
         assert getattr(typed(compose_config([f"{key}='~/a'"])), key) == "/home/x/a"
+        with pytest.raises(ValueError, match=f"^{key}='': expected a run's folder, or null"):
+            typed(compose_config([f"{key}=''"]))
 
 
 def test_transformer_is_another_name_of_softmax() -> None:

@@ -64,7 +64,7 @@ def test_a_warmup_that_outlasts_training_is_refused_with_the_share_it_would_reac
 def test_hardware_ranges() -> None:
     with pytest.raises(ValueError, match="hardware.micro_batch_size=0: expected at least 1"):
         fill(HardwareConfig, {"micro_batch_size": 0}, "hardware")
-    with pytest.raises(ValueError, match="hardware.device='gpu': not a choice.*cuda"):
+    with pytest.raises(ValueError, match="hardware.device='gpu': not a choice.*mean 'cuda'"):
         fill(HardwareConfig, {"device": "gpu"}, "hardware")
 
 

@@ -85,6 +85,8 @@ def test_lengths_are_those_of_the_batches_that_will_be_made(tmp_path: Path) -> N
     assert set(batches_of(make_task(padded), padded).train) == {128}
     pictures = typed(compose_config(["task=image", "task.limit_test=7", f"paths.data={tmp_path}"]))
     assert batches_of(make_task(pictures), pictures) == Batches([1024], [1024], 5_000, 7)
+    made_up = typed(compose_config(["task=image", "task.source=synthetic", "task.num_val=3"]))
+    assert batches_of(make_task(made_up), made_up) == Batches([1024], [1024], 3, 200)
     assert typical(range(90)) == [15, 45, 75] and typical([5]) == [5, 5, 5]
 
 

@@ -11,14 +11,23 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lra import files
-from lra.files import Held, NotWritten, append, locked, replacing, storing, write_atomically
+from lra.files import (
+    Held,
+    NotWritten,
+    append,
+    locked,
+    replacing,
+    storing,
+    write_atomically,
+    write_new,
+)
 from lra.tasks.batches import SplitWriter
 from lra.tasks.task import Example
 from tests.toy import SIZES, Toy, toy_data
@@ -48,8 +57,11 @@ def test_permissions_are_those_of_any_new_file_and_never_changed(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_appended_may_name_a_file_that_is_not_utf8(tmp_path: Path) -> None:
-    append(tmp_path / "log", "output /data/\udcff\n")  # as Python has the byte 0xff
+@pytest.mark.parametrize("write", [append, write_atomically, write_new])
+def test_what_is_written_may_name_a_file_that_is_not_utf8(
+    tmp_path: Path, write: Callable[[Path, str], None]
+) -> None:
+    write(tmp_path / "log", "output /data/\udcff\n")  # as Python has the byte 0xff
     assert (tmp_path / "log").read_text() == "output /data/\\udcff\n"
 
 

@@ -476,7 +476,8 @@ def test_evaluate_only_and_starting_from_weights(
     record = run(tmp_path, train={"num_steps": 60, "lr": 0.05})
     assert record.result is not None
     folder = str(tmp_path / "outputs" / record.run_id)
-    evaluate_checkpoint(config(tmp_path, checkpoint=folder), [f"checkpoint={folder}"])
+    words = [f"checkpoint={folder}", "sweep.parallel=2"]
+    evaluate_checkpoint(config(tmp_path, checkpoint=folder), words)
     low, high = wilson(record.result.test.accuracy, 20)
     shown = (
         f"test  accuracy {100 * record.result.test.accuracy:.2f} % (95 % interval "

@@ -635,6 +635,10 @@ def test_a_pretrained_run_is_evaluated_and_used_as_any_other(
         ("pretrain=next model=local model.pattern=blocks", "pretrain=next with model=local"),
         ("pretrain=next model=mega model.bidirectional=false", "pretrain=next with model=mega"),
         ("pretrain=masked model=luna model.pool_memory=true", "LunaEncoder returns no row for"),
+        (
+            "pretrain=masked model=luna model.pool_memory=true model.projection_length=4000",
+            "LunaEncoder returns no row for",
+        ),
         ("pretrain=masked init_from=outputs/x", "both say where the first weights come from"),
         ("pretrain=masked pretrain.mask_rate=0", "pretrain.mask_rate=0.0: expected 0 < rate < 1"),
         ("pretrain=masked pretrain.mask_rate=1", "pretrain.mask_rate=1.0: expected 0 < rate < 1"),

@@ -25,6 +25,7 @@ from lra.results.statistics import sign_test
 from models.classifier import Classifier
 from models.conv import ConvMixer
 from models.encoder import Encoder, make_encoder
+from models.luna import LunaEncoder
 from models.none import NoMixing
 from models.shape import Shape
 from models.softmax import SoftmaxAttention
@@ -181,6 +182,20 @@ def test_every_model_can_be_probed(name: str) -> None:
     assert found[0].positions is not None and found[0].positions > 0
     heads = probes.attention(model, given, num_examples=2)
     assert len(heads) == (4 if name == "softmax" else 0)
+
+
+@pytest.mark.parametrize("slots", [4, 2 * LENGTH])
+def test_slots_of_a_memory_stand_at_no_distance_from_a_token(slots: int) -> None:
+    encoder = LunaEncoder(SMALL, projection_length=slots, pool_memory=True)
+    model, given = Classifier(encoder, SMALL, NUM_VALUES).eval(), rows(count=3)
+    found = probes.influence(model, model, given, num_values=NUM_VALUES, num_replaced=2)
+    assert all(i.positions is i.untrained is None and i.logits is not None for i in found)
+
+
+def test_a_token_alone_has_no_neighbour_to_influence() -> None:
+    model, given = classifier(NoMixing), rows(count=3)
+    single = replace(given, examples=[(values[:1],) for (values,) in given.examples])
+    assert probes.influence(model, model, single, num_values=NUM_VALUES, num_replaced=2) == []
 
 
 def test_attention_has_the_distances_of_its_weights() -> None:

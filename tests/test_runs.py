@@ -248,3 +248,18 @@ def test_a_command_that_does_nothing_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not writable"):
         run(tmp_path)
     assert not list((tmp_path / "outputs").iterdir())
+
+
+def test_a_process_that_comes_while_the_folder_is_removed_hides_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = Path.rmdir
+
+    def meet(folder: Path) -> None:
+        (folder / "run.lock").touch()  # of the other process
+        remove(folder)
+
+    monkeypatch.setattr(Path, "rmdir", meet)
+    with pytest.raises(ValueError, match="refused"), runs.locked(tmp_path / "run"):
+        raise ValueError("refused")
+    assert (tmp_path / "run" / "run.lock").exists()

@@ -606,6 +606,8 @@ def test_outcomes_in_a_folder(tmp_path: Path) -> None:
     note(tmp_path, Outcome(10, "completed", 0, "run-b", 0.5))
     note(tmp_path, Outcome(2, "completed", 0, "run-a", 1 / 32))
     assert [o.number for o in outcomes(tmp_path)] == [2, 10] and not has_failed(tmp_path)
+    note(tmp_path, Outcome(3, "busy", 2))  # done by another process, with a code of its own
+    assert not has_failed(tmp_path)
     note(tmp_path, Outcome(3, "failed", 1, "run-c", message="why", setting="lr=0.1"))
     assert has_failed(tmp_path)
     assert "\n4    failed             run-c (lr=0.1): why\n" in summary(outcomes(tmp_path), 4)

@@ -158,6 +158,12 @@ def test_what_is_no_input_is_named(toy: Path, given: Any, expected: str) -> None
         lra.load(toy).predict(given)
 
 
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_named(toy: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=f"^device='{device}': cannot be used here \\(.+\\)$"):
+        lra.load(toy, device)
+
+
 def test_too_long_is_cut_and_said_or_refused(toy: Path) -> None:
     run = lra.load(toy)
     with pytest.warns(UserWarning, match=r"1 of 2 inputs are longer .*=12 \(the first: input 1\)"):
@@ -180,8 +186,11 @@ def test_runs_that_are_not_there_or_not_finished(
         with pytest.raises(ValueError, match=f"no such run; did you mean 'outputs/{toy.name}'"):
             lra.load(toy.name)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="no run with a readable config.yaml"):
-        lra.load(tmp_path / "empty")
+    for content in (None, b"", b"- 1", b"\xff\xfe\xff"):
+        if content is not None:
+            (tmp_path / "empty" / "config.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match="empty: no run with a readable config.yaml"):
+            lra.load(tmp_path / "empty")
     cut = run_job(
         toy_config(tmp_path, train={"num_steps": 9999, "time_limit": 0.05, "eval_every": 2000}),
         [], Reference(None, SOFTMAX),

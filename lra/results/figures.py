@@ -368,7 +368,7 @@ def _grid(num_panels: int) -> tuple[int, int]:
     return -(-num_panels // 3), min(num_panels, 3)
 
 
-def make_panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Figure, list[Axes]]:
+def make_panels(title: str, num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
     """A figure with a title, and its axes row by row."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -384,6 +384,7 @@ def make_panels(title: str, num_rows: int = 2, num_columns: int = 3) -> tuple[Fi
 
 
 def zip_panels(parts: Sequence[T], panels: Sequence[Axes]) -> Iterable[tuple[T, Axes]]:
+    """Each part with its panel; panels that are left over are not seen."""
     for axes in panels[len(parts) :]:
         axes.set_visible(False)
     return zip(parts, panels, strict=False)

@@ -6,8 +6,8 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from lra.config import CONFIGS
 from lra.console import percent, signed
 from lra.results.control import control_command, phase_text
 from lra.results.efficiency import Efficiency, benchmark_blocks, beside_tables, runs_table
@@ -24,14 +24,15 @@ from lra.results.rule_tables import floor_notes
 from lra.results.tables import (
     BOLD,
     PRETRAINED_LEGEND,
+    by_recipe,
     footnotes,
     measured_table,
     misprint,
+    rows_and_controls,
 )
 from lra.results.typeset import Column, Float, Pair, document, escape, superscript
 from lra.speed.benchmarks import Benchmark
 
-CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"
 SHORT = 14  # letters of a published variant that stands beside its model; a longer one is a note
 SHORT_TITLES = {"retrieval": "Retr.", "pathfinder": "Pathf."}
 # A record's reason against a comparison that has numbers of its own for each task.
@@ -77,8 +78,7 @@ def row_title(row: Row) -> str:
 def leaderboard(board: Board) -> str:
     """results/leaderboard.tex: our rows, one float a recipe, and one for self-pretraining."""
     options, floats = board.options, []
-    for recipe in sorted({row.recipe for row in board.rows}):
-        rows = [row for row in board.rows if row.recipe == recipe]
+    for recipe, rows in by_recipe(board.rows).items():
         best = measured_table(rows, options).best
         legend, counted = _deviations(_cells(rows, options.tasks))
         columns = [
@@ -127,7 +127,7 @@ def _pretrained_float(pretrained: Sequence[Pretrained]) -> Float:
         rf"Behind its $\pm$ stands half the width of these, in that order. {legend}"
     )
     notes = [(k, text) for text, k in numbered.items()]
-    notes += _notes([row for p in pretrained for row in (p.row, p.control) if row])
+    notes += _notes(rows_and_controls(pretrained))
     return Float("leaderboard-self-pretraining", caption, heads, columns, notes)
 
 

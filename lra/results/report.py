@@ -27,6 +27,7 @@ from lra.results.tables import (
     PRETRAINED_LEGEND,
     PUBLISHED_LEGEND,
     average_titles,
+    by_recipe,
     footnotes,
     measured_table,
     pretrained_notes,
@@ -143,10 +144,9 @@ def content(
 ) -> dict[str, Any]:
     """What report.js draws."""
     index = {id(record): i for i, record in enumerate(records)}
-    recipes = sorted({row.recipe for row in board.rows})
+    recipes = by_recipe(board.rows)
     rows, notes = [], {}
-    for recipe in recipes:
-        members = [row for row in board.rows if row.recipe == recipe]
+    for recipe, members in recipes.items():
         notes[recipe] = footnotes(members)
         best = measured_table(members, board.options).best
         for i, row in enumerate(members):
@@ -172,7 +172,7 @@ def content(
         lines.append([pool.setdefault(v, len(pool)) if k in POOLED else v for k, v in run.items()])
     return {
         "titles": {t: task_title(t) for t in board.options.tasks}, "tasks": board.options.tasks,
-        "recipes": recipes, "rows": rows,
+        "recipes": list(recipes), "rows": rows,
         "averages": average_titles(board.options), "footnotes": notes, "pool": list(pool),
         "pooled": POOLED, "fields": list(run) if records else [], "runs": lines,
         "tables": [[title, t.header, t.rows, [t.is_numeric(j) for j in range(len(t.header))]]

@@ -11,12 +11,9 @@ from typing import Any
 
 import yaml
 
-from lra.config import LATER, NO_IDENTITY, NO_NUMBERS
+from lra.config import CONFIGS, LATER, NO_IDENTITY, NO_NUMBERS
 from lra.results.records import Record
 from lra.values import flatten
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-UNHASHED = NO_IDENTITY  # see lra.config.config_hash
 
 
 def all_settings(record: Record) -> dict[str, Any]:
@@ -40,7 +37,7 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
     ]  # fmt: skip
     flats = []
     for runs, chosen in zip(cells, given, strict=True):
-        flat = flatten({k: v for k, v in runs[0].config.items() if k not in UNHASHED})
+        flat = flatten({k: v for k, v in runs[0].config.items() if k not in NO_IDENTITY})
         flat["data"] = str(runs[0].data.get("fingerprint", ""))[:8]
         flat |= {k: v for k, v in chosen.items() if k == "experiment"}
         flats.append({k: json.dumps(v, sort_keys=True) for k, v in flat.items()
@@ -55,7 +52,7 @@ def variants(cells: Sequence[tuple[Record, ...]]) -> list[str]:
 
     keys = {k for chosen in given for k in chosen}
     knobs = {k for k in differing(range(len(cells))) if k.startswith("model.")}
-    knobs -= _by_task(ROOT / "configs" / "task_knobs" / cells[0][0].recipe / cells[0][0].model)
+    knobs -= _by_task(CONFIGS / "task_knobs" / cells[0][0].recipe / cells[0][0].model)
     keys |= knobs
     for indices in by_task.values():
         keys |= differing(indices) - {"data"}
@@ -99,7 +96,7 @@ def overrides(record: Record) -> dict[str, str]:
         name = name.lstrip("+~")
         if name in ("experiment", "pretrain", "init_from") and value not in ("", "null", "none"):
             given[name] = value
-        elif "." in name and name.split(".")[0] not in UNHASHED:
+        elif "." in name and name.split(".")[0] not in NO_IDENTITY:
             given |= {k: "" for k in flat if k == name or k.startswith(f"{name}.")}
     return {k: v for k, v in given.items() if k.removeprefix("train.") not in NO_NUMBERS}
 

@@ -177,7 +177,7 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
     Where the formulas do not hold, as for a model with more landmarks than the shortest length has
     tokens, longer ones are tried. Beyond these, lengths are counted as far as that is cheap, and
     taken from the formulas from there on; without formulas as far as a run surely takes seconds,
-    and left out from there on.
+    and left out from there on. So they are where the longest count shows that formulas fail.
     """
     lengths, counted = set(lengths), dict[int, Cost]()
     for scale in SCALES:
@@ -198,6 +198,10 @@ def costs(make: Callable[[int], Classifier], lengths: Iterable[int], hardware: H
             counted[n] = count(make(n).to(hardware.device), n, hardware)
         if n in counted or found.hold:
             by_length[n] = counted.get(n) or Cost(flops(n), activations(n))
+    longest = max(counted)
+    tried = replace(found, checked_at=longest, checked=counted[longest])
+    if found.hold and not tried.hold:  # such as L log L, which looks like a square for a while
+        found, by_length = tried, {n: cost for n, cost in by_length.items() if n in counted}
     return replace(found, by_length=by_length, counted=frozenset(counted))
 
 
@@ -281,7 +285,7 @@ def cost_table(found: Costs, lengths: Iterable[int], num_sequences: int) -> list
 def run_cost(found: Costs, train: TrainConfig, max_length: int, num_sequences: int) -> list[str]:
     """Operations of a whole run whose every input is as long as it may be.
 
-    None if the costs at that length are not known. A training step is three forward passes: one,
+    No line if the costs at that length are not known. A training step is three forward passes: one,
     and two for the gradients of both factors.
     """
     cost = found.by_length.get(max_length)

@@ -17,6 +17,7 @@ import torch
 
 from lra.build import make_model, make_task
 from lra.config import RunConfig
+from lra.console import first_line
 from lra.speed.measure import (
     Evaluator,
     Trainer,
@@ -206,7 +207,7 @@ def print_forecasts(configs: Mapping[str, RunConfig], at_a_time: int) -> None:
                 with ended_after(LIMIT_S):
                     found = asdict(forecast(config, number))
             except Exception as error:
-                found = {"error": next(iter(str(error).splitlines()), type(error).__name__)}
+                found = {"error": first_line(error)}
             # In one piece, as lines of several processes on one pipe have to be.
             os.write(1, (json.dumps({f"{name} {number}": found}) + "\n").encode())
             os._exit(0)

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 
 import numpy as np
 
+from lra.console import print_line
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -401,8 +403,7 @@ def _patiently(future: Future[Built], source: Path, check: Callable[[], None]) -
         check()
         waited = time.monotonic() - started
         if waited > TELL_AFTER_S and not told:
-            print(f"waiting for a batch from {source}: does its disk answer?",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print_line(f"waiting for a batch from {source}: does its disk answer?", sys.stderr)
             told = True
         if waited > GIVE_UP_AFTER_S:
             raise TimeoutError(

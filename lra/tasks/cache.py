@@ -55,7 +55,7 @@ class Dataset:
     @property
     def num_examples(self) -> dict[str, int]:
         """By split."""
-        return {split: len(getattr(self, split)) for split in ("train", "val", "test")}
+        return {split: len(getattr(self, split)) for split in SPLITS}
 
 
 def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
@@ -313,14 +313,14 @@ def _as_built(folder: Path, meta: dict[str, Any]) -> tuple[str, str]:
     return signature, _content([*zip(names, checksums, strict=True)])
 
 
-def stratified(labels: np.ndarray, size: int, seed: int = 0) -> np.ndarray:
+def stratified(labels: np.ndarray, size: int) -> np.ndarray:
     """Sorted indices of a part of `size` examples that keeps the shares of the classes.
 
     Independent of the run's seed, so that every run sees the same part.
     """
     if size >= len(labels):
         return np.arange(len(labels))
-    order = np.random.default_rng(seed).permutation(len(labels))
+    order = np.random.default_rng(0).permutation(len(labels))
     by_class = [order[labels[order] == c] for c in np.unique(labels)]
     # Largest remainders: the counts differ from exact shares by less than one and sum to `size`.
     exact = np.array([len(rows) * size / len(labels) for rows in by_class])

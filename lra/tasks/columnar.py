@@ -345,7 +345,10 @@ def hub_tables(name: str, revision: str | None) -> tuple[dict[str, Iterator[Any]
 
     try:
         data = datasets.load_dataset(name, revision=revision)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    # The library has an IndexError for an empty name, a RuntimeError for one of its own scripts.
+    except (
+        OSError, ValueError, LookupError, RuntimeError, datasets.exceptions.DatasetsError
+    ) as error:  # fmt: skip
         raise ValueError(
             f"task.source=hub: cannot load '{name}', revision {revision or 'main'}: {error}. "
             f"Tried {endpoint} ({state}) and the local copies in {HF_HUB_CACHE} and "

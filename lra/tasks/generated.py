@@ -38,10 +38,8 @@ class GeneratedTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.source not in ("auto", "files", "generated", "synthetic"):
-            raise ValueError(
-                f"task.source={self.source}: expected auto, files, generated or synthetic"
-            )
+        if self.path is not None and not self.path.strip():
+            raise ValueError(f"task.path={self.path!r}: expected a path, or null for paths.data")
         if self.path is not None and self.source in ("generated", "synthetic"):
             raise ValueError(
                 f"task.path={self.path} names files, but task.source={self.source} reads none; "

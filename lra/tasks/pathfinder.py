@@ -84,12 +84,6 @@ class Pathfinder(GeneratedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in LEVELS:
-            raise ValueError(
-                f"task.difficulty={self.difficulty}: expected easy, intermediate or hard"
-            )
-        if self.resolution not in (32, 64, 128, 256):
-            raise ValueError(f"task.resolution={self.resolution}: expected 32, 64, 128 or 256")
         if self.max_length != self.resolution**2:
             raise ValueError(
                 f"task.max_length={self.max_length}: expected {self.resolution**2}, the pixels of "

@@ -23,6 +23,7 @@ import numpy as np
 
 from lra.tasks.archives import count_line_ends, is_archive, open_plain
 from lra.tasks.beside import similar
+from lra.tasks.generated import ARCHIVES
 from lra.tasks.sources import READER_VERSION, FileTask, Place, distinct
 from lra.tasks.task import SPLITS, Example
 
@@ -33,7 +34,6 @@ FOLDERS = tuple(
     for outer in ("lra_release/lra_release/", "lra_release/", "")
     for inner in ("tsv_data", "aan", "retrieval", "")
 )
-ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
 COLUMNS = "label, id1, id2, text1, text2"
 LABELS = {b"0": 0, b"1": 1, b"0.0": 0, b"1.0": 1}
 MAX_DOCUMENT_BYTES = 10_000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import filecmp
 import hashlib
 import os
-import typing
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -65,13 +64,8 @@ class FileTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key, hint in typing.get_type_hints(type(self)).items():
-            choices = typing.get_args(hint)
-            if typing.get_origin(hint) is Literal and getattr(self, key) not in choices:
-                raise ValueError(
-                    f"task.{key}={getattr(self, key)}: expected {', '.join(choices[:-1])} "
-                    f"or {choices[-1]}"
-                )
+        if self.path is not None and not self.path.strip():
+            raise ValueError(f"task.path={self.path!r}: expected a path, or null for paths.data")
         if self.path is not None and self.source not in ("auto", "files"):
             raise ValueError(
                 f"task.path={self.path} names files, but task.source={self.source} reads none; "
@@ -95,6 +89,13 @@ class FileTask(Task):
     def kind(self) -> Literal["files", "generated", "synthetic"]:
         """`synthetic` for the stand-in, else `files`."""
         return "synthetic" if self.source == "synthetic" else "files"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Examples per split of the stand-in, or of the benchmark where files are read."""
+        if self.source != "synthetic":
+            return self.official_sizes
+        return {s: getattr(self, f"num_{s}") or self.synthetic_sizes[s] for s in SPLITS}
 
     @property
     def root(self) -> Path:
@@ -146,18 +147,14 @@ class FileTask(Task):
 
     def synthetic_settings(self) -> dict[str, Any]:
         """What shapes the stand-in."""
-        sizes = {split: self._synthetic_size(split) for split in SPLITS}
-        seed = self.synthetic_seed
-        return {"source": "synthetic", "version": STAND_IN_VERSION, "sizes": sizes, "seed": seed}
+        version, seed = STAND_IN_VERSION, self.synthetic_seed
+        return {"source": "synthetic", "version": version, "sizes": self.sizes, "seed": seed}
 
     def synthetic_labels(self, split: str) -> tuple[np.random.Generator, list[int]]:
         """Balanced, shuffled labels of a synthetic split, and the generator for the rest of it."""
         rng = np.random.default_rng([self.synthetic_seed, SPLITS.index(split)])
-        labels = np.arange(self._synthetic_size(split)) % self.num_classes
+        labels = np.arange(self.sizes[split]) % self.num_classes
         return rng, rng.permutation(labels).tolist()
-
-    def _synthetic_size(self, split: str) -> int:
-        return getattr(self, f"num_{split}") or self.synthetic_sizes[split]
 
     @abstractmethod
     def _places(self) -> list[Place]:

@@ -8,6 +8,7 @@ A task is a dataclass that derives from `Task`: its fields are the keys of
 from __future__ import annotations
 
 import hashlib
+import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -76,6 +77,14 @@ class Task(ABC):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"task.{name}={value}: expected at least 1, or null for all")
+        for name, hint in typing.get_type_hints(type(self)).items():
+            choices = typing.get_args(hint)
+            if typing.get_origin(hint) is Literal and getattr(self, name) not in choices:
+                *others, last = choices
+                raise ValueError(
+                    f"task.{name}={getattr(self, name)}: expected {', '.join(map(str, others))} "
+                    f"or {last}"
+                )
 
     @property
     def vocab_size(self) -> int:

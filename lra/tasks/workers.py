@@ -86,7 +86,7 @@ def _result(future: Future[Result]) -> Result:
         return future.result(timeout=JOB_LIMIT_S)
     except TimeoutError:
         if future.done():  # an error of the job itself
-            raise
+            return future.result()
         raise OSError(
             f"a worker process has not done its job within {JOB_LIMIT_S / 60:g} minutes; does the "
             "disk answer that it reads from? The same command goes on"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lra.console import first_line
 from lra.files import replacing
 
 KEEP = 2
@@ -54,7 +55,7 @@ def write(path: Path, state: dict[str, Any]) -> None:
             torch.save(state, file)
     except RuntimeError as error:  # how torch reports a failed write
         free = shutil.disk_usage(path.parent).free >> 20
-        reason = f"{free} MiB free there: {str(error).splitlines()[0]}"
+        reason = f"{free} MiB free there: {first_line(error)}"
         raise OSError(errno.ENOSPC, reason, str(path)) from error
 
 
@@ -67,8 +68,8 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as archive:  # whose checksums torch does not look at
-            if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"its part {damaged} is damaged")
+            if archive.testzip() is not None:
+                raise zipfile.BadZipFile
         with warnings.catch_warnings(action="ignore"):
             state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:  # also what a damaged file makes of a place to read at

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lra.console import print_line
+from lra.console import first_line, print_line
+from lra.files import write_atomically
 from lra.training.stopping import STUCK_EARLY_S, end_if_stuck
 
 JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
@@ -167,10 +168,9 @@ def join(device_type: str) -> None:
             )
     except (RuntimeError, ValueError, socket.gaierror) as error:
         watch_no_more()
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise OSError(
-            f"{awaited}: they did not ({reason}); start all of them with srun or torchrun, or "
-            "unset RANK and WORLD_SIZE to run this one alone"
+            f"{awaited}: they did not ({first_line(error)}); start all of them with srun or "
+            "torchrun, or unset RANK and WORLD_SIZE to run this one alone"
         ) from None
 
 
@@ -278,9 +278,9 @@ def first_failure(run_dir: Path, message: str, trace: str) -> tuple[str, str]:
     """
     path = run_dir / f"traceback-rank{rank()}.txt"
     if not path.exists():
-        path.write_text(f"rank {rank()}: {message}\n{trace}")
+        write_atomically(path, f"rank {rank()}: {message}\n{trace}")
     if is_main():
         time.sleep(ACCOUNT_S)
     first = min(run_dir.glob("traceback-rank*.txt"), key=lambda p: p.stat().st_mtime_ns)
-    account, _, trace = first.read_text().partition("\n")
+    account, _, trace = first.read_text(encoding="utf-8").partition("\n")
     return account, trace

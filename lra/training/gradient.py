@@ -52,7 +52,7 @@ def accumulate_as_fits(
     *,
     num_examples: int,
     micro_batch_size: int,
-    statistics: Sequence[torch.Tensor] = (),
+    statistics: Sequence[torch.Tensor],
     say: Callable[[str], None],
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """`accumulate`, once more in parts of half the size whenever memory does not suffice.

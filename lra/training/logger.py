@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lra.config import LoggerConfig, config_hash
+from lra.console import first_line
 from lra.files import write_atomically
 from lra.values import flatten
 
@@ -54,7 +55,7 @@ def make_logger(
     run_id: str,
     run_dir: Path,
     plain_config: dict[str, Any],
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None],
 ) -> Logger:
     """The run's logger, for a `with` block; at most one process of a run may have one.
 
@@ -130,7 +131,7 @@ class Logger:
         except Exception as error:
             if not self._broken:
                 in_vain = self._name == "wandb" and limit.finished.is_set()
-                reason = f"no answer within {self._limit_s:g} s" if in_vain else _brief(error)
+                reason = f"no answer within {self._limit_s:g} s" if in_vain else first_line(error)
                 self._say(f"warning: {self._name}: {reason}; the run goes on without it")
             self._broken = True
         finally:
@@ -191,7 +192,7 @@ class WandbRun:
                 self.next_step = self._run.starting_step
                 say(f"wandb    {self._run.url}")
             except Exception as error:
-                say(f"warning: wandb: {_brief(error)}; the run is kept offline")
+                say(f"warning: wandb: {first_line(error)}; the run is kept offline")
                 self._online = False
                 _stop_service()  # in which a failed start still holds the run's id
         if not self._online:
@@ -299,7 +300,3 @@ def _kill_service() -> None:
     with contextlib.suppress(Exception):  # there may be none, and these names are wandb's own
         setup: Any = importlib.import_module("wandb.sdk.wandb_setup")
         setup._singleton._connection._proc._process.kill()
-
-
-def _brief(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -123,7 +123,6 @@ def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
     Group "norm" has the norms and biases of the layers; a class lists its other slow parameters.
     """
-
     groups: dict[str, list[nn.Parameter]] = {"general": []}
     seen: set[nn.Parameter] = set()
     for path, module in model.named_modules():

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from lra.console import print_line
 from lra.script import EXIT_INTERRUPTED
 
 PATIENCE_S = 2.0  # in which signals after the first count as the same one
@@ -138,10 +139,10 @@ def _end_once_stuck(name: str, after_s: float, over: threading.Event) -> None:
             while frame.f_back and here not in Path(frame.f_code.co_filename).parents:
                 frame = frame.f_back
             where = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-            with contextlib.suppress(OSError):
-                print(
-                    f"stopped by {name} without saving: nothing came back within {after_s:g} s in "
-                    f"{where} (another process, the device or the disk); the same command goes on "
-                    "from the last checkpoint", file=sys.stderr, flush=True,
-                )  # fmt: skip
+            print_line(
+                f"stopped by {name} without saving: nothing came back within {after_s:g} s in "
+                f"{where} (another process, the device or the disk); the same command goes on "
+                "from the last checkpoint",
+                sys.stderr,
+            )
             os._exit(EXIT_INTERRUPTED)

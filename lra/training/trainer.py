@@ -175,7 +175,7 @@ def train(
         Interrupted: a signal or the time limit; the state is saved and can be resumed.
     """
     started = time.monotonic() if started is None else started
-    folder, metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
+    folder, rows_file = run_dir / "checkpoints", run_dir / "metrics.jsonl"
     hardware.forget_peak_memory()
     model.to(hardware.device)
     optimizer = make_optimizer(model, cfg)
@@ -188,7 +188,7 @@ def train(
     is_main, is_alone = distributed.is_main(), distributed.world_size() == 1
     if is_main:
         checkpoint.drop_beyond(folder, state.step)
-        cut_metrics(metrics, state.step, state.evaluated_step)
+        cut_metrics(rows_file, state.step, state.evaluated_step)
     pad_to = data.meta["max_length"] if cfg.pad_to_max else None
     micro_batch_size = min(hardware.config.micro_batch_size or cfg.batch_size, cfg.batch_size)
     hardware.stretches = state.stretches
@@ -213,7 +213,7 @@ def train(
 
     def write(rows: list[dict[str, Any]]) -> None:
         if is_main:
-            append_metrics(metrics, rows)
+            append_metrics(rows_file, rows)
             log(rows)
 
     def evaluate_on(split: TokenArrays | HiddenTokens) -> Metrics:

@@ -16,10 +16,10 @@ def stored_config(run_dir: Path, given: str) -> dict[str, Any]:
     import yaml
 
     try:
-        stored: dict[str, Any] = yaml.safe_load(
-            (run_dir / "config.yaml").read_text(encoding="utf-8")
-        )
-    except (OSError, yaml.YAMLError) as error:
+        stored: Any = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError(f"{type(stored).__name__}, expected keys with values")
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{given}: no run with a readable config.yaml ({error})") from None
     return stored
 
@@ -36,8 +36,6 @@ def ancestry(source: Path) -> Iterator[dict[str, Any]]:
         try:
             config = stored_config(run_dir, str(source))
         except ValueError:  # weights from elsewhere, of which nothing is known
-            return
-        if not isinstance(config, dict):
             return
         yield config
         source = Path(str(config.get("init_from") or source))

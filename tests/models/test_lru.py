@@ -250,6 +250,8 @@ def test_groups_name_parameters_with_rates_of_their_own() -> None:
         ({"max_phase": float("inf")}, "model.max_phase=inf"),
         ({"block": "mine"}, "model.block='mine': expected shared or own"),
         ({"norm_eps": 0.0}, "model.norm_eps=0.0: expected more than 0"),
+        ({"norm_eps": float("nan")}, "model.norm_eps=nan: expected more than 0"),
+        ({"norm_eps": float("inf")}, "model.norm_eps=inf: expected more than 0"),
         (
             {"causal": True, "bidirectional": True},
             "model.causal=true with model.bidirectional=true: .*bidirectional=false",

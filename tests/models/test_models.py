@@ -604,7 +604,8 @@ def test_causal_means_causal_or_is_refused(name: str) -> None:
     before_BLD = model.encoder(tokens_BSL[:, 0], mask_BL)
     tokens_BSL[0, 0, 25] = 1 + tokens_BSL[0, 0, 25] % 10
     after_BLD = model.encoder(tokens_BSL[:, 0], mask_BL)
-    if name in BY_TRANSFORM:
+    # A newcomer's sums may round with what comes later, as those by transform do.
+    if name in BY_TRANSFORM or name not in NUM_PARAMS:
         assert largest_difference(after_BLD[:, :25], before_BLD[:, :25]) < 1e-13
     else:
         assert torch.equal(after_BLD[:, :25], before_BLD[:, :25])

@@ -298,9 +298,11 @@ def test_later_keys_however_long_leave_earlier_rows_as_they_are() -> None:
             "orthogonal=false: acts only",
         ),
         ({"epsilon": 0.0}, "epsilon=0.0: expected more than 0"),
-        ({"epsilon": 0.1, "features": "trigonometric"}, "epsilon=0.1: acts only"),
+        ({"epsilon": float("nan")}, "epsilon=nan: expected more than 0"),
+        ({"epsilon": float("inf")}, "epsilon=inf: expected more than 0"),
+        ({"epsilon": 0.1, "features": "trigonometric"}, "epsilon=0.1: acts only.*epsilon=null"),
         ({"kernel": "relu", "features": "trigonometric"}, "kernel=relu: .*trigonometric"),
-        ({"kernel": "relu", "scale_twice": True}, "kernel=relu: .*scale_twice"),
+        ({"kernel": "relu", "scale_twice": True}, "kernel=relu: .*set .*scale_twice=false"),
         (
             {"features": "trigonometric", "causal": True},
             "features=trigonometric with model.causal=true",

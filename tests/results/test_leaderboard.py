@@ -168,7 +168,7 @@ def test_knobs_that_a_recipe_sets_by_task_part_no_row(
     folder = tmp_path / "configs" / "task_knobs" / "s4" / "s4d"
     folder.mkdir(parents=True)
     (folder / "image.yaml").write_text("model:\n  state_size: 64\n")
-    monkeypatch.setattr(settings, "ROOT", tmp_path)
+    monkeypatch.setattr(settings, "CONFIGS", tmp_path / "configs")
 
     def run(task: str, size: int, model: str = "s4d", by_hand: bool = False) -> Record:
         record = make_record(task, model, recipe="s4", overrides={"model.state_size": size})

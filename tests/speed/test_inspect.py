@@ -246,6 +246,28 @@ def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
     assert list(cost.costs(make, [1024, 16_384], CPU).by_length) == [1024, 16_384]
 
 
+def test_a_formula_that_the_longest_count_contradicts_is_none() -> None:
+    """Length times its logarithm is near a square where formulas are fitted, and not beyond."""
+
+    class Transforms(nn.Module):
+        def __init__(self, shape: Shape) -> None:
+            super().__init__()
+
+        def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+            spectrum = torch.fft.rfft(x_BLD, n=2 * x_BLD.shape[1], dim=1)
+            return torch.fft.irfft(spectrum, n=2 * x_BLD.shape[1], dim=1)[:, : x_BLD.shape[1]]
+
+    def make(length: int) -> Classifier:
+        shape = Shape(vocab_size=9, max_length=length, d_model=16, d_ff=64, num_layers=1)
+        return Classifier(Encoder(shape, lambda: Transforms(shape)), shape, 2)
+
+    assert cost.costs(make, [1024], CPU).hold
+    found = cost.costs(make, [1024, 16_384, 10**9], CPU)
+    assert not found.hold and list(found.by_length) == [1024, 16_384]
+    text = "\n".join(cost.cost_table(found, [1024, 16_384, 10**9], 1))
+    assert "quadratic" not in text and "beyond 16,384 tokens they are left out" in text
+
+
 def test_fourier_transforms_count_by_their_length() -> None:
     class Transforms(nn.Module):
         """There and back for each feature."""

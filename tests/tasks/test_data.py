@@ -731,6 +731,17 @@ def test_a_batch_that_does_not_come_is_told_and_then_an_error(
     assert capsys.readouterr().err.count(f"waiting for a batch from {tmp_path}") == 1
 
 
+def test_a_wait_that_nobody_can_read_of_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("POLL_S", "TELL_AFTER_S"):
+        monkeypatch.setattr(lra.tasks.batches, name, 0.02)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        built = lra.tasks.batches.built_ahead(time.sleep, [0.2], 1, tmp_path)
+        assert list(built) == [None]
+
+
 # --- waiting for a builder ---
 
 

@@ -25,6 +25,7 @@ from lra.tasks import archives, columnar
 from lra.tasks.archives import is_archive, read_file, tar_members
 from lra.tasks.cache import cache_folder, prepare
 from lra.tasks.image import Image
+from lra.tasks.listops import ListOps
 from lra.tasks.text import Text
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +251,27 @@ def test_the_hub_without_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets, "load_dataset", lambda name, revision: made)
     with pytest.raises(ValueError, match="no split test; it has train"):
         list(Text(data_dir=Path("none"), source="hub").examples("train"))
+
+
+@pytest.mark.parametrize("error", [IndexError, RuntimeError])  # of "", and of a name with a script
+def test_a_name_that_the_hub_has_nothing_for(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(columnar, "_unreachable", lambda endpoint: "")
+
+    def load(name: str, revision: str | None) -> None:
+        raise error("no such thing")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(ValueError, match="source=hub: cannot load 'x.py', .*: no such thing"):
+        list(Text(data_dir=Path("none"), source="hub", hub_name="x.py").examples("train"))
+
+
+@pytest.mark.parametrize("make", [Text, ListOps])
+def test_no_path_is_not_the_folder_of_the_command(make: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="task.path='': expected a path, or null for paths.data"):
+        make(data_dir=tmp_path, path="")
 
 
 def write_hub_folder(folder: Path, last: str = "c") -> Path:
