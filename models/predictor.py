@@ -36,7 +36,9 @@ class Predictor(nn.Module):
     def __init__(self, encoder: Encoder, shape: Shape, *, reads_mask: bool) -> None:
         super().__init__()
         self.num_before = int(shape.pooling == "cls")  # rows in front of the tokens'
-        if not encoder.rows_are_tokens:
+        one_row = torch.ones(1, shape.max_length, dtype=torch.bool)
+        num_rows = encoder.output_mask(one_row).shape[1]
+        if not encoder.rows_are_tokens or num_rows != shape.max_length + self.num_before:
             raise ValueError(
                 f"{type(encoder).__name__} returns no row for each token "
                 "(model.pool_memory=true?), to tell a hidden token from; use pretrain=none"
