@@ -14,6 +14,7 @@ import subprocess
 import tomllib
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -112,6 +113,14 @@ def usage(script: str) -> str:
     done = programs.call(script, "--help", cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_model_runs_outside_the_harness_as_readme_shows() -> None:
+    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```\n")
+    (block,) = [block for block in blocks if "make_encoder(" in block]
+    found: dict[str, Any] = {}
+    exec(block, found)
+    assert found["x"].shape == (2, 1024, 64) and found["x"].isfinite().all()
 
 
 def test_readme_is_read_in_ten_minutes() -> None:
