@@ -12,6 +12,8 @@ check_packages()  # before any import that would fail for want of one
 if TYPE_CHECKING:
     from lra.trained import TrainedModel
 
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"  # here, for --help imports no more
+
 
 def load(run: str | Path, device: str = "cpu") -> TrainedModel:
     """The model of a run's folder with its selected weights, and the task it was trained on.

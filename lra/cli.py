@@ -22,7 +22,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lra.config import CONFIGS, RunConfig
+from lra import CONFIGS
+from lra.config import RunConfig
 from lra.console import first_line, print_line
 from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, open_streams, unread
 from lra.sweep import end_sweep, launches, outcomes, print_summary

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 # Parts of a config that say where and how a run goes on, not what its numbers are.
 NO_IDENTITY = ("seed", "paths", "hardware", "logger", "checkpoint", "sweep")
 # Keys of `train` that change when something is written or saved, not the numbers.

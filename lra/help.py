@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from lra.config import CONFIGS
+from lra import CONFIGS
 
 
 def help_text() -> str:

@@ -27,8 +27,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from lra import CONFIGS
 from lra.cli import NO_NAME, compose_config, explain, jobs_at_a_time, threads_per_job, typed
-from lra.config import CONFIGS
 from lra.console import first_line, print_line
 from lra.files import check_writable, is_refused, refusal
 from lra.script import fail

@@ -25,7 +25,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lra.config import CONFIGS, NO_IDENTITY, config_hash  # noqa: E402
+from lra import CONFIGS  # noqa: E402
+from lra.config import NO_IDENTITY, config_hash  # noqa: E402
 from lra.console import aligned, percent  # noqa: E402
 from lra.files import write_atomically  # noqa: E402
 from lra.results.leaderboard import finished  # noqa: E402

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lra.config import CONFIGS
+from lra import CONFIGS
 from lra.console import percent, signed
 from lra.results.control import control_command, phase_text
 from lra.results.efficiency import Efficiency, benchmark_blocks, beside_tables, runs_table

@@ -11,7 +11,8 @@ from typing import Any
 
 import yaml
 
-from lra.config import CONFIGS, LATER, NO_IDENTITY, NO_NUMBERS
+from lra import CONFIGS
+from lra.config import LATER, NO_IDENTITY, NO_NUMBERS
 from lra.results.records import Record
 from lra.values import flatten
 

@@ -85,7 +85,7 @@ def _result(future: Future[Result]) -> Result:
     try:
         return future.result(timeout=JOB_LIMIT_S)
     except TimeoutError:
-        if future.done():  # an error of the job itself
+        if future.done():  # it ended just now, or the error is its own
             return future.result()
         raise OSError(
             f"a worker process has not done its job within {JOB_LIMIT_S / 60:g} minutes; does the "

@@ -246,16 +246,19 @@ def test_costs_that_follow_no_polynomial_give_no_formula() -> None:
     assert list(cost.costs(make, [1024, 16_384], CPU).by_length) == [1024, 16_384]
 
 
+class Transforms(nn.Module):
+    """Of each feature, there and back."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+
+    def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x_BLD, n=2 * x_BLD.shape[1], dim=1)
+        return torch.fft.irfft(spectrum, n=2 * x_BLD.shape[1], dim=1)[:, : x_BLD.shape[1]]
+
+
 def test_a_formula_that_the_longest_count_contradicts_is_none() -> None:
     """Length times its logarithm is near a square where formulas are fitted, and not beyond."""
-
-    class Transforms(nn.Module):
-        def __init__(self, shape: Shape) -> None:
-            super().__init__()
-
-        def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-            spectrum = torch.fft.rfft(x_BLD, n=2 * x_BLD.shape[1], dim=1)
-            return torch.fft.irfft(spectrum, n=2 * x_BLD.shape[1], dim=1)[:, : x_BLD.shape[1]]
 
     def make(length: int) -> Classifier:
         shape = Shape(vocab_size=9, max_length=length, d_model=16, d_ff=64, num_layers=1)
@@ -269,16 +272,6 @@ def test_a_formula_that_the_longest_count_contradicts_is_none() -> None:
 
 
 def test_fourier_transforms_count_by_their_length() -> None:
-    class Transforms(nn.Module):
-        """There and back for each feature."""
-
-        def __init__(self, shape: Shape) -> None:
-            super().__init__()
-
-        def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
-            spectrum = torch.fft.rfft(x_BLD, n=2 * x_BLD.shape[1], dim=1)
-            return torch.fft.irfft(spectrum, n=2 * x_BLD.shape[1], dim=1)[:, : x_BLD.shape[1]]
-
     shape = Shape(vocab_size=9, max_length=64, d_model=4, d_ff=4, num_layers=1, head_hidden=())
     model = Classifier(Encoder(shape, lambda: Transforms(shape)), shape, 2)
     transforms = 2 * 4 * 2.5 * 128 * 7  # there and back, features, n log2 n of 128
