@@ -317,6 +317,8 @@ MUTANTS = [
            "texts[1][:MAX_DOCUMENT_BYTES], texts[0]", "tasks/test_retrieval.py row"),
     Mutant("lra/tasks/image.py", "np.float32(0.2989), np.float32(0.5870)",
            "np.float32(0.2990), np.float32(0.5870)", "tasks/test_image.py grey"),
+    Mutant("lra/tasks/pathfinder_files.py", "with _alone(level):", "if level:",
+           "tasks/test_pathfinder.py leaves_the_first_alone"),
     Mutant("lra/tasks/pathfinder.py", '"val": order[held : 2 * held], "train": order[2 * held :]',
            '"val": order[:held], "train": order[2 * held :]', "tasks/test_pathfinder.py split"),
 ]  # fmt: skip

@@ -20,7 +20,10 @@ from lra.speed.benchmarks import BASELINE, Benchmark, BenchmarkCell, Limits, slo
 
 @dataclass(frozen=True)
 class Efficiency:
-    """One line of results/published_efficiency.csv."""
+    """One line of results/published_efficiency.csv: a number that its source prints itself.
+
+    Not in the file: what somebody computed or read off a plot, and what a source copies.
+    """
 
     model: str
     variant: str
@@ -34,7 +37,8 @@ class Efficiency:
 
 METRICS = {
     "steps_per_s": "training steps per second",
-    "speedup": "training speed, times the softmax Transformer's",
+    "speedup": "speed, times the softmax Transformer's",
+    "train_hours": "hours of training",
     "peak_memory_gb": "peak memory per device, GB",
     "memory_ratio": "peak memory, share of the softmax Transformer's",
     "time_ms": "inference time per sequence, ms",

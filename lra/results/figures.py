@@ -107,7 +107,8 @@ def accuracy_speed(rows: Sequence[Row], styles: dict[str, dict[str, Any]]) -> Fi
                     continue
                 devices.add(device)
                 x = sum(speeds) / len(speeds)
-                axes.errorbar(x, cell.mean, cell.std or 0, color=color, linewidth=1, capsize=3)
+                if cell.std is not None:  # of one seed nothing is known, which is no bar of 0
+                    axes.errorbar(x, cell.mean, cell.std, color=color, linewidth=1, capsize=3)
                 axes.scatter(x, cell.mean, marker=styles[row.model]["marker"], edgecolor=color,
                              s=area, facecolor=color if used else "none", alpha=0.75)  # fmt: skip
             if x and sum(other.model == row.model for other, _ in cells) > 1:
@@ -365,7 +366,8 @@ def _with_results(rows: Sequence[Row]) -> list[str]:
 
 
 def _grid(num_panels: int) -> tuple[int, int]:
-    return -(-num_panels // 3), min(num_panels, 3)
+    num_columns = 2 if num_panels == 4 else min(num_panels, 3)
+    return -(-num_panels // num_columns), num_columns
 
 
 def make_panels(title: str, num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:

@@ -156,7 +156,8 @@ def _paper_float(paper: Paper, board: Board) -> Float | None:
     numbered: dict[str, str] = {}  # text of a note to its number
 
     def note(*texts: str) -> str:
-        return superscript(numbered.setdefault(escape(t), str(len(numbered) + 1)) for t in texts)
+        numbers = [numbered.setdefault(escape(t), str(len(numbered) + 1)) for t in texts]
+        return superscript(sorted(numbers, key=int))
 
     def ours(row: Row, name: str) -> list[Pair]:
         means = [percent(row.average(paper.kind(of, row))) for of in averages]

@@ -19,8 +19,11 @@ class Table:
 
     def is_numeric(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column]]
-        return bool(cells) and all(
-            re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells
+        # A variant may be called 256, and is no quantity.
+        return (
+            bool(cells)
+            and self.header[column] != "Variant"
+            and all(re.match(rf"[-+]?\d|-$|{FAIL}|out of memory|too slow", cell) for cell in cells)
         )
 
     def without_empty_columns(self) -> Table:

@@ -85,14 +85,13 @@ PAPERS = (
     Paper("s5", "S5 (Smith et al. 2023, arXiv 2208.04933), as later papers list it", (), "s5",
           TASKS, {("S5", ""): ("s5", {})}, averages=("six",),
           also={"state-space survey": ("S5",), "LRU paper": ("S5",),
-                "S4D-DFouT": ("S5-Inv", "S5-Lin")}),
+                "S4D-DFouT": ("S5-Inv", "S5-Lin"), "FRACTAL": ("S5",)}),
     Paper("mega", "Mega (Ma et al. 2023, arXiv 2209.10655), Table 2", ("Mega paper",), "mega",
           TASKS,
           {("Mega", "Mega"): ("mega", {"model.chunk_size": None}),
            ("Mega", "Mega-chunk"): ("mega", {"model.chunk_size": (128, 4096)})},
           averages=("six",), solved_only=True,
           also={"LRA paper": ("Transformer", "Reformer", "Linformer", "BigBird", "Performer"),
-                "Luna paper": ("re-implementation in Luna harness", "Luna-256"),
                 "S4 paper": ("S4-v1", "S4-v2")}),
 )  # fmt: skip
 UNPRINTED = {"fastformer": "attention"}  # families of models for which no paper prints the arena
@@ -141,7 +140,8 @@ def theirs(paper: Paper, published: Sequence[Published]) -> list[Published]:
     return [
         p for p in published
         if p.source.startswith(paper.sources)
-        or any(source.startswith(paper.sources) for _, source in p.averages.values())
+        or any(source.startswith(paper.sources)
+               for source in [*(by for _, by in p.averages.values()), *p.failed_by.values()])
         or any(p.source.startswith(source) and {p.model, p.variant} & set(names)
                for source, names in paper.also.items())
     ]  # fmt: skip

@@ -188,9 +188,11 @@ def labels(runs: Sequence[Run]) -> list[str]:
     several = len({record.recipe for _, record in runs}) > 1
     texts = []
     for _, record in runs:
-        details = ", ".join(filter(None, [record.recipe * several, setting_text(record)]))
+        changed = setting_text(record, short=True)
+        details = ", ".join(filter(None, [record.recipe * several, changed]))
         text = f"{record.model} ({details})" if details else record.model
-        texts.append(textwrap.fill(f"{text}, seed\u00a0{record.seed}", 46))
+        text = f"{text}, seed\u00a0{record.seed}"
+        texts.append(textwrap.fill(text, 50, break_on_hyphens=False))
     return texts
 
 

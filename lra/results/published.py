@@ -1,10 +1,15 @@
-"""What papers print: names of tasks, averages over them, FAIL, and the rows of published.csv."""
+"""What papers print: names of tasks, averages over them, FAIL, and the rows of published.csv.
+
+Which rows are in it: whole models with figures of some of the six tasks, each once. Not in it are
+ablations, figures of other tasks, averages without the figures, and what a paper copies of a row
+that is there already; what it adds to that, an average or that Path-X failed, is.
+"""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lra.results.statistics import mean_std
@@ -25,6 +30,7 @@ PUBLISHED_NAMES = {"softmax": "transformer"}  # where papers use another name th
 FAMILIES = ("attention", "state space", "linear recurrence", "long convolution", "moving average",
             "other", "self-pretraining")  # fmt: skip
 GUESSES = ("Chance", "Random guessing")  # rows that are no models
+IDENTITY = ("model", "variant", "source", "source_table", "setting")  # columns that name a row
 INPUTS = ("", "ids", "real")  # how pixels are read: not known, as ids of a table, as numbers
 
 
@@ -55,6 +61,7 @@ class Published:
     family: str = FAMILIES[0]
     inputs: str = INPUTS[0]
     note: str = ""  # where the figures are from, unless the source itself was read
+    failed_by: dict[str, str] = field(default_factory=dict)  # by task: another source that says so
 
     @property
     def printed(self) -> tuple[str, str]:
@@ -79,43 +86,53 @@ def figures_of(task: str, published: Sequence[Published]) -> list[tuple[Publishe
 def load_published(path: Path | None = None) -> list[Published]:
     """Rows of results/published.csv, in its order; none if there is no such file here.
 
+    An average or a FAIL without figures of the same source and setting is what a paper adds to
+    another's row, the last one before of that model and variant.
+
     Raises:
         ValueError: names line and cell of an unknown task or kind, or of a value that is no
-            percentage, or an average without its row.
+            percentage, an average without its row, or a FAIL of a task that its row has.
     """
     if path is None and not PUBLISHED.exists():
         return []
     path = path or PUBLISHED
     rows: dict[tuple[str, ...], Published] = {}
     with path.open(encoding="utf-8", newline="") as file:
-        for line, row in enumerate(csv.DictReader(file), start=2):
-            where, task, text = f"{path}:{line}", row["task"], row["accuracy_percent"]
-            if task not in (*TASKS, "avg"):
-                raise ValueError(f"{where}: task={task!r}; known: {', '.join(TASKS)}, avg")
-            if text not in (FAIL, "NA"):
-                check_percent(text, f"{where}: accuracy_percent")
-            family, inputs, average_of = (  # a file may lack these columns
-                _known(row.get(column) or known[0], known, f"{where}: {column}")
-                for column, known in (("family", FAMILIES), ("inputs", INPUTS),
-                                      ("average_of", tuple(MEANS)))
-            )  # fmt: skip
-            identity = tuple(
-                row[k] for k in ("model", "variant", "source", "source_table", "setting")
-            )
-            model, variant, source, table, setting = identity
-            figure = "" if text == "NA" else text
-            if task != "avg":
-                new = Published(model, variant, source, table, setting, {}, {}, family, inputs,
-                                row.get("note") or "")  # fmt: skip
-                rows.setdefault(identity, new).cells[task] = figure
-                continue
-            found = rows.get(identity)
-            if not found:  # an average that a paper prints for a row of another one
-                same = [p for p in rows.values() if (p.model, p.variant) == (model, variant)]
-                if not same or average_of in same[-1].averages:
-                    raise ValueError(f"{where}: no row {[model, variant]} before this average")
-                found = same[-1]
+        lines = [(tuple(row[k] for k in IDENTITY), row) for row in csv.DictReader(file)]
+    with_figures = {identity for identity, row in lines
+                    if row["task"] != "avg" and row["accuracy_percent"] != FAIL}  # fmt: skip
+    for line, (identity, row) in enumerate(lines, start=2):
+        where, task, text = f"{path}:{line}", row["task"], row["accuracy_percent"]
+        if task not in (*TASKS, "avg"):
+            raise ValueError(f"{where}: task={task!r}; known: {', '.join(TASKS)}, avg")
+        if text not in (FAIL, "NA"):
+            check_percent(text, f"{where}: accuracy_percent")
+        family, inputs, average_of = (  # a file may lack these columns
+            _known(row.get(column) or known[0], known, f"{where}: {column}")
+            for column, known in (("family", FAMILIES), ("inputs", INPUTS),
+                                  ("average_of", tuple(MEANS)))
+        )  # fmt: skip
+        model, variant, source, table, setting = identity
+        figure = "" if text == "NA" else text
+        found = rows.get(identity)
+        is_own = identity in with_figures or found is not None
+        if not is_own:  # what a paper prints for a row of another one, unless there is none
+            same = [p for p in rows.values() if (p.model, p.variant) == (model, variant)]
+            found = same[-1] if same else None
+        if task == "avg":
+            if not found or (not is_own and average_of in found.averages):
+                raise ValueError(f"{where}: no row {[model, variant]} before this average")
             found.averages[average_of] = figure, source
+        elif not found:
+            new = Published(model, variant, source, table, setting, {task: figure}, {}, family,
+                            inputs, row.get("note") or "")  # fmt: skip
+            rows[identity] = new
+        elif not is_own and task in found.cells:
+            raise ValueError(f"{where}: {[model, variant]} has this task already")
+        else:
+            found.cells[task] = figure
+            if not is_own:
+                found.failed_by[task] = source
     return list(rows.values())
 
 

@@ -102,10 +102,11 @@ def overrides(record: Record) -> dict[str, str]:
     return {k: v for k, v in given.items() if k.removeprefix("train.") not in NO_NUMBERS}
 
 
-def setting_text(record: Record) -> str:
+def setting_text(record: Record, *, short: bool = False) -> str:
     """What the command line changed in the recipe and the model, as a table names a variant.
 
-    Empty for a run as published. Where data lie is no part of it.
+    Empty for a run as published. Where data lie is no part of it; `short` leaves out where the run
+    of `init_from` lies, too.
     """
     flat, given = flatten(record.config), overrides(record)
     # Another yaml of the same class, which has other values.
@@ -114,6 +115,8 @@ def setting_text(record: Record) -> str:
         given = {"model": word.partition("=")[2]} | given
     shown = {k: v or flat[k] for k, v in given.items()
              if k not in ("task.source", "task.path", "task.strict")}  # fmt: skip
+    if short and "init_from" in shown:  # a run's folder, or a file in its checkpoints/
+        shown["init_from"] = Path(shown["init_from"].partition("/checkpoints/")[0]).name
     return ", ".join(f"{_short(k, shown)}={_word(v)}" for k, v in shown.items())
 
 

@@ -48,7 +48,7 @@ PUBLISHED_LEGEND = (
     "sources; `published.csv` gives them. Never averaged with the runs above. Inputs: how Image, "
     "Pathfinder and Path-X are read, as ids of 256 values or as real numbers; empty where that is "
     "not known. Self-pretrained models saw a task's inputs without labels before: not to be ranked "
-    "with any other.\n"
+    "with any other. Left out are ablations, and what a paper copies of a row that is here.\n"
 )
 PRETRAINED_LEGEND = (
     "The encoder first learned to tell tokens of the task's own training inputs, hidden ones or "
@@ -138,7 +138,8 @@ def rows_and_controls(pretrained: Sequence[Pretrained]) -> list[Row]:
 
 def source(p: Published) -> str:
     """Where a published row is printed, and how its figures came from there."""
-    return f"{p.source}, {p.table}{f'; {p.note}' if p.note else ''}"
+    added = [f"{task_title(task)}: {by}" for task, by in p.failed_by.items()]
+    return "; ".join([f"{p.source}, {p.table}", *[p.note] * bool(p.note), *added])
 
 
 def mean_title(kind: str) -> str:

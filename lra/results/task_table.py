@@ -57,7 +57,7 @@ def task_table(
             p.model,
             p.variant,
             p.cells[task],
-            p.source.split(" (")[0]
+            p.failed_by.get(task, p.source).split(" (")[0]
             + reads(p)
             + f", {SELF_PRETRAINED}" * (p.family == FAMILIES[-1]),
         )

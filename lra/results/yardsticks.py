@@ -42,8 +42,9 @@ def best_rule(task: str, fingerprint: str, floors: Sequence[Floors]) -> Yardstic
 
 
 def best_published(task: str, published: Sequence[Published]) -> Yardstick | None:
-    """The highest figure in print, however pixels are read; without self-pretraining."""
-    rows = [row for row in figures_of(task, published) if row[0].family != FAMILIES[-1]]
+    """The highest figure that was read in print, however pixels are; without self-pretraining."""
+    rows = [row for row in figures_of(task, published)
+            if row[0].family != FAMILIES[-1] and not row[0].note]  # fmt: skip
     if not rows:
         return None
     best, figure = max(rows, key=lambda row: row[1])

@@ -15,6 +15,7 @@ each, C = 2 coordinates.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -24,6 +25,7 @@ import secrets
 import shutil
 import struct
 import zlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -31,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lra.files import check_writable, is_refused, way_out, write_atomically
+from lra.files import Held, check_writable, is_refused, locked, way_out, write_atomically
 from lra.tasks.archives import read_file
 from lra.tasks.beside import NAMES_SHOWN
 from lra.tasks.pathfinder_generator import PathfinderParams, generate
@@ -339,39 +341,55 @@ def write_level(
     The folder has its name only when it and the table are whole.
 
     Raises:
-        ValueError: the folder is there already, or `truth` is no file.
+        ValueError: the folder is there already or being written, or `truth` is no file.
         OSError: the folder or `truth` cannot be written, e.g. the disk is full; names it.
     """
-    if level.exists():
-        raise ValueError(f"{level}: exists already; move it away or write to another folder")
     if truth is not None:
         _check_table(truth)
     check_writable(level.parent, "folder")
-    for left in level.parent.glob(f".{level.name}.*.part"):  # by an export that was killed
-        shutil.rmtree(left)
-    written = level.with_name(f".{level.name}.{secrets.token_hex(4)}.part")
-    jobs = (
-        (written, batch, params, seed, start, count) for batch, (start, count) in enumerate(batches)
-    )
-    rows = ["\t".join(TRUTH_COLUMNS) + "\n"]
-    try:
-        for name in ("imgs", "metadata"):
-            (written / name).mkdir(parents=True)
-        facts = {"seed": seed, "params": asdict(params), "batches": batches}
-        write_atomically(written / GENERATED, json.dumps(facts) + "\n")
-        for batch_rows in map_in_order(write_batch, jobs, num_workers):
+    with _alone(level):
+        if level.exists():
+            raise ValueError(f"{level}: exists already; move it away or write to another folder")
+        for left in level.parent.glob(f".{level.name}.*.part"):  # by an export that was killed
+            shutil.rmtree(left)
+        written = level.with_name(f".{level.name}.{secrets.token_hex(4)}.part")
+        jobs = (
+            (written, batch, params, seed, start, count)
+            for batch, (start, count) in enumerate(batches)
+        )
+        rows = ["\t".join(TRUTH_COLUMNS) + "\n"]
+        try:
+            for name in ("imgs", "metadata"):
+                (written / name).mkdir(parents=True)
+            facts = {"seed": seed, "params": asdict(params), "batches": batches}
+            write_atomically(written / GENERATED, json.dumps(facts) + "\n")
+            for batch_rows in map_in_order(write_batch, jobs, num_workers):
+                if truth is not None:
+                    rows += batch_rows
+            written = written.replace(level)
             if truth is not None:
-                rows += batch_rows
-        written = written.replace(level)
-        if truth is not None:
-            write_atomically(truth, "".join(rows))
-    except BaseException as error:
-        shutil.rmtree(written, ignore_errors=True)
-        if not is_refused(error):
-            raise
-        place, key = (truth, "truth") if error.filename == str(truth) else (level, "folder")
-        remedy = way_out(error, key)
-        raise OSError(f"{place}: not written ({error.strerror}); {remedy}") from error
+                write_atomically(truth, "".join(rows))
+        except BaseException as error:
+            shutil.rmtree(written, ignore_errors=True)
+            if not is_refused(error):
+                raise
+            place, key = (truth, "truth") if error.filename == str(truth) else (level, "folder")
+            remedy = way_out(error, key)
+            raise OSError(f"{place}: not written ({error.strerror}); {remedy}") from error
+
+
+@contextlib.contextmanager
+def _alone(level: Path) -> Iterator[None]:
+    """Keep other exports off a level, which would take what is half written for left behind."""
+    lock = level.with_name(f".{level.name}.lock")
+    try:
+        with locked(lock, "folder"):
+            try:
+                yield
+            finally:
+                lock.unlink()
+    except Held:
+        raise ValueError(f"{level}: another export is writing it; let it end first") from None
 
 
 def _check_table(truth: Path) -> None:

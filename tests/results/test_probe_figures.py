@@ -123,3 +123,8 @@ def test_runs_are_named_by_what_tells_them_apart() -> None:
     assert probe_figures.labels(runs) == ["luna, seed\u00a00", "luna (num_heads=4), seed\u00a03"]
     both = probe_figures.labels([*runs[:1], (make_probes(other), other)])
     assert both == ["luna (nystromformer), seed\u00a00", "luna (lra), seed\u00a00"]
+    folder = "/home/somebody/a-folder/with/a/long/name/outputs/listops-luna-seed0-0123abcd"
+    for path in (folder, f"{folder}/", f"{folder}/checkpoints/step-100.pt"):
+        goes_on = replace(RECORD, overrides=[f"init_from={path}"])
+        (title,) = probe_figures.labels([(make_probes(goes_on), goes_on)])
+        assert title == "luna (init_from=listops-luna-seed0-0123abcd),\nseed\u00a00"

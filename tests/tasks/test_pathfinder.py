@@ -36,7 +36,13 @@ from lra.files import NotWritten
 from lra.tasks import pathfinder
 from lra.tasks.cache import Dataset, cache_folder, prepare
 from lra.tasks.pathfinder import LEVELS, Pathfinder, PathX, export
-from lra.tasks.pathfinder_files import TRUTH_COLUMNS, Damaged, index_level, read_picture
+from lra.tasks.pathfinder_files import (
+    TRUTH_COLUMNS,
+    Damaged,
+    index_level,
+    read_picture,
+    write_batch,
+)
 from lra.tasks.pathfinder_generator import generate, params_for
 from lra.tasks.task import SPLITS
 from tests import programs
@@ -928,6 +934,22 @@ def test_an_export_that_fails_or_was_killed_leaves_no_level(
     (level.parent / f".{level.name}.0a1b.part" / "imgs").mkdir(parents=True)  # of a killed one
     assert len(released_rows(export(task, tmp_path / "out"))) == 20
     assert list(level.parent.iterdir()) == [level]
+
+
+def test_a_second_export_into_a_folder_leaves_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, told = small(tmp_path, **FEW), []
+
+    def with_another(*arguments: Any) -> list[str]:
+        monkeypatch.setattr(f"{FILES}.write_batch", write_batch)  # the other's
+        told.append(refusal(lambda: export(task, tmp_path / "out")))
+        return write_batch(*arguments)
+
+    monkeypatch.setattr(f"{FILES}.write_batch", with_another)
+    level = export(task, tmp_path / "out")
+    assert len(told) == 3 and all("another export is writing it" in text for text in told)
+    assert len(released_rows(level)) == 20 and list(level.parent.iterdir()) == [level]
 
 
 def test_a_table_that_cannot_be_written_is_refused_before_anything_is_made(
