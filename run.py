@@ -80,7 +80,9 @@ def attempt(cfg: DictConfig, settings: JobSettings) -> Outcome:
         message = explain(error, list(HydraConfig.get().overrides.task))
         if message not in told:
             print_line(f"error: {message}", sys.stderr)
-        status = "busy" if type(error).__name__ == "Busy" else "refused"
+        from lra.runs import Busy
+
+        status = "busy" if isinstance(error, Busy) else "refused"
         return Outcome(settings.number, status, EXIT_USAGE, message=message.partition("\n")[0])
     except Unwritable as error:
         print_line(f"error: {error}", sys.stderr)

@@ -25,7 +25,15 @@ from omegaconf.errors import OmegaConfBaseException
 from lra import CONFIGS
 from lra.config import RunConfig
 from lra.console import first_line, print_line
-from lra.script import EXIT_INTERRUPTED, EXIT_USAGE, exit_codes, fail, open_streams, unread
+from lra.script import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    exit_codes,
+    fail,
+    open_streams,
+    terminate,
+    unread,
+)
 from lra.sweep import end_sweep, launches, outcomes, print_summary
 from lra.tasks.workers import available_cores
 from lra.values import UnknownKey, fill, flatten, nearest, nearest_key
@@ -266,9 +274,10 @@ def run_program(main: Callable[[], Any]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     # Threads that wait by spinning slow each other many times over when a core is shared.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # the last two are warnings
+        signal.signal(number, terminate)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _terminate)
+        signal.signal(signal.SIGHUP, terminate)
     overrides = [a for a in sys.argv[1:] if not a.startswith("-")]
     try:
         main()
@@ -306,8 +315,3 @@ def run_program(main: Callable[[], Any]) -> None:
         )
         sys.exit(1)
     sys.exit(max(exit_codes, default=0))
-
-
-def _terminate(number: int, _frame: object) -> None:
-    print_line(f"stopped by {signal.Signals(number).name}", sys.stderr)
-    sys.exit(EXIT_INTERRUPTED)

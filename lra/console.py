@@ -42,6 +42,11 @@ def _discard_buffer(stream: TextIO) -> None:
         os.close(nowhere)
 
 
+def has_bars() -> bool:
+    """Whether standard error is a terminal on which a line can be drawn anew."""
+    return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
 class Pace:
     """When another plain line is due: after seconds at first, in the end every 15."""
 
@@ -70,7 +75,8 @@ def counting(
 ) -> Iterator[Callable[[int], None]]:
     """Show how far some work is: the caller says how many are done, as often as it likes.
 
-    On a terminal a bar, which stays there if `leave`; elsewhere a plain line when one is due.
+    On a terminal that can draw one a bar, which stays there if `leave`; elsewhere a plain line when
+    one is due.
     """
     from tqdm import tqdm
 
@@ -79,7 +85,7 @@ def counting(
         desc=what,
         total=total,
         unit=f" {unit}",
-        disable=quiet or not sys.stderr.isatty(),
+        disable=quiet or not has_bars(),
         dynamic_ncols=True,
         leave=leave,
     ) as bar:

@@ -223,7 +223,10 @@ def plan_text(
     lines += [f"not estimated: {why}" for why in dict.fromkeys(reasons)]
     made = [s.forecast for s in settings if isinstance(s.forecast, Forecast)]
     if any(forecast.pretrain_seconds for forecast in made):
-        lines.append("phase 1 is in the sum once for jobs that share it, and not where it is done")
+        beside = "; jobs beside the one that does it wait for it" * (at_a_time > 1)
+        lines.append(
+            f"phase 1 is in the sum once for jobs that share it, and not where it is done{beside}"
+        )
     about = f"about {duration(makespan(seconds, at_a_time))}"
     if None in seconds:
         about = f"{about} and what is not estimated" if made else "no estimate"

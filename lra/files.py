@@ -16,6 +16,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 # Of `fsync`: the mount has no such thing, which is no failure to write.
 NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EACCES)
 LOCK_POLL_S = 0.1
+FOLDER_TRIES = 10  # to open a lock in a folder that others remove
 
 
 @contextlib.contextmanager
@@ -85,6 +86,7 @@ class Held(Exception):
 def locked(path: Path, key: str, waiting: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock that is called `path` among all processes that can see this file.
 
+    Its folder is made where it is not there, also if the holder before removes it just now.
     While another process has it, `waiting` is called again and again; it may raise to give up.
 
     Whoever can read the file can use it, so that a group may share a folder. The system frees the
@@ -96,13 +98,7 @@ def locked(path: Path, key: str, waiting: Callable[[], None] | None = None) -> I
     """
     import fcntl
 
-    try:
-        handle = _open_lock(path)
-    except OSError as error:
-        raise OSError(
-            f"{path}: this lock cannot be opened ({error.strerror}); let the owner of the file, or "
-            f"of its folder, run `chmod a+rw` on it, or choose another {key}"
-        ) from None
+    handle = _open_lock(path, key)
     try:
         while True:
             try:
@@ -120,7 +116,7 @@ def locked(path: Path, key: str, waiting: Callable[[], None] | None = None) -> I
                 ) from None
             if _is_at(path, handle):
                 break
-            removed, handle = handle, _open_lock(path)  # by the holder before
+            removed, handle = handle, _open_lock(path, key)  # by the holder before
             os.close(removed)
         try:
             yield
@@ -138,8 +134,24 @@ def _is_at(path: Path, handle: int) -> bool:
         return False
 
 
-def _open_lock(path: Path) -> int:
-    """A handle of a lock's file, made for everybody if it is not there."""
+def _open_lock(path: Path, key: str) -> int:
+    """A handle of a lock's file; both it and its folder are made if they are not there."""
+    tries_left = FOLDER_TRIES
+    while True:
+        tries_left -= 1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return _open_for_all(path)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and tries_left:
+                continue  # the folder was removed just now
+            raise OSError(
+                f"{path}: this lock cannot be opened ({error.strerror}); let the owner of the "
+                f"file, or of its folder, run `chmod a+rw` on it, or choose another {key}"
+            ) from None
+
+
+def _open_for_all(path: Path) -> int:
     try:
         with contextlib.suppress(FileNotFoundError):
             return os.open(path, os.O_RDWR)

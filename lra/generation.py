@@ -17,9 +17,8 @@ from lra.build import make_model, make_predictor, make_task
 from lra.config import RunConfig
 from lra.pretraining import WEIGHTS
 from lra.tasks.task import Task
-from lra.trained import check_run
-from lra.training.weights import selected_weights, stored_config
-from lra.values import fill
+from lra.trained import check_run, naming_config, run_config
+from lra.training.weights import selected_weights
 from models.predictor import Predictor
 
 
@@ -30,7 +29,7 @@ def load_predictor(run: Path) -> tuple[RunConfig, Task, Predictor]:
         ValueError: no such run, not pretrained so or not yet, or the model cannot go by tokens.
     """
     check_run(run)
-    config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
+    config = run_config(run, str(run))
     if config.pretrain.objective != "next":
         raise ValueError(
             f"{run}: a run with pretrain={config.pretrain.objective}, expected pretrain=next: only "
@@ -38,8 +37,9 @@ def load_predictor(run: Path) -> tuple[RunConfig, Task, Predictor]:
         )
     if not (run / WEIGHTS).exists():
         raise ValueError(f"{run}: no {WEIGHTS} in it; the run has not done its first phase")
-    task = make_task(config)
-    predictor = make_predictor(config, make_model(config, task))
+    with naming_config(run):
+        task = make_task(config)
+        predictor = make_predictor(config, make_model(config, task))
     predictor.load_state_dict(selected_weights(run / WEIGHTS, predictor))
     predictor.eval().start(1)  # refuses what cannot
     return config, task, predictor

@@ -19,7 +19,7 @@ from lra import messages, runs
 from lra.build import make_model, make_predictor
 from lra.config import LoggerConfig, RunConfig
 from lra.console import print_line
-from lra.files import check_writable, is_refused, refusal, storing, write_atomically
+from lra.files import Unwritable, check_writable, is_refused, refusal, storing, write_atomically
 from lra.plan import Meaning, Plan, Reference, finished, make_plan, meaning_of
 from lra.pretraining import block_of, pretrained
 from lra.results import records
@@ -42,6 +42,8 @@ EXIT_CODES = {
     "completed": 0, "at_chance": 0, "failed": 1, "diverged": 3, "out_of_memory": 4,
     "interrupted": 75,
 }  # fmt: skip
+# What a process that cannot start may mean, but for wrong input.
+REFUSALS = {kind.__name__: kind for kind in (runs.Busy, Unwritable)}
 
 
 def run_job(
@@ -60,12 +62,13 @@ def run_job(
     plan = make_plan(config, reference)
     check_installed(config.logger)
     distributed.adopt_slurm()
-    hardware = Hardware(config.hardware, job_number)
+    starts_others = config.hardware.num_devices > 1 and not distributed.is_worker()
+    hardware = Hardware(config.hardware, job_number, is_used=not starts_others)
     check_batches(config, config.hardware.num_devices)
     model = first_weights(plan)
     if config.pretrain.objective != "none":
         make_predictor(config, first_weights(plan))  # says whether it goes with the model
-    if config.hardware.num_devices > 1 and not distributed.is_worker():
+    if starts_others:
         return run_in_processes(plan, overrides)
     distributed.join(hardware.device.type)
     check_batches(config, distributed.world_size())
@@ -339,7 +342,8 @@ def run_in_processes(plan: Plan, overrides: list[str]) -> Record:
                 sys.exit(EXIT_CODES["interrupted"])
         except RuntimeError:
             if refused.exists():
-                raise ValueError(refused.read_text(encoding="utf-8")) from None
+                name, message = json.loads(refused.read_text(encoding="utf-8"))
+                raise REFUSALS.get(name, ValueError)(message) from None
             if own() == before:
                 raise  # ended without a record, e.g. killed
     path, _ = own()
@@ -353,8 +357,8 @@ def _job_process(
 ) -> None:
     try:
         record = run_job(config, overrides, reference)
-    except (ValueError, OSError) as error:
-        write_atomically(refused, str(error))
+    except (ValueError, OSError, Unwritable) as error:
+        write_atomically(refused, json.dumps([type(error).__name__, str(error)]))
         raise
     if distributed.is_main() and record.status in ("failed", "out_of_memory"):
         sys.exit(EXIT_CODES[record.status])  # or the others might wait for this one

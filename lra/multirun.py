@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 # Bytes that each job is taken to need, before a plan knows more: 2 GiB are usual for a small model
 # on ListOps.
 MEMORY_OF_A_JOB = 2**31
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # for a whole sweep
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # for a whole sweep
 told: set[str] = set()  # why jobs of the sweep will be refused, as said before the first
 
 
@@ -208,7 +208,13 @@ def stop_jobs_with_sweep(launch: Path) -> None:
             first.append(time.monotonic())
             if number == signal.SIGHUP:
                 discard_output()
-            note_stop(launch, signal.Signals(number).name)
+            name = signal.Signals(number).name
+            try:
+                note_stop(launch, name)
+            except OSError as error:  # a full disk keeps no job from saving
+                print_line(
+                    f"warning: {error}; jobs to come will start in spite of {name}", sys.stderr
+                )
             for process in multiprocessing.active_children():
                 with contextlib.suppress(OSError):  # ended meanwhile
                     if process.pid is not None:

@@ -157,7 +157,6 @@ def _one_process(plan: Plan, folder: Path, progress: Progress, started: float) -
         stop.check()
         distributed.from_main("wait")
 
-    folder.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         with stop_on_signals() as stop:
             held.enter_context(files.locked(folder / "run.lock", "paths.outputs", waiting=wait))

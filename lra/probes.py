@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lra.build import make_model, model_name
+from lra.console import has_bars
 from lra.results.floors import Floors, floors_path
 from lra.results.floors import load as load_floors
 from lra.results.probes import Agreement, Attention, Influence, Probes, Shuffle, Window
@@ -356,7 +356,7 @@ def probe(
     seed_everything(config.seed)
     untrained = make_model(config, task).to(trained.device).eval()
 
-    stages = tqdm(total=5, unit="probe", disable=not sys.stderr.isatty())
+    stages = tqdm(total=5, unit="probe", disable=not has_bars())
     with stages:
         right_N = logits(trained.model, rows.examples, rows).argmax(axis=1) == rows.labels_N
         stages.update()

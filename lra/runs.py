@@ -35,16 +35,15 @@ def locked(run_dir: Path) -> Iterator[None]:
     Raises:
         Busy: one is at it.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     lock = run_dir / "run.lock"
     try:
         with files.locked(lock, "paths.outputs"):
             try:
                 yield
             finally:
-                if [path.name for path in run_dir.iterdir()] == [lock.name]:
-                    lock.unlink()
-                    with contextlib.suppress(OSError):  # another process has come meanwhile
+                with contextlib.suppress(OSError):  # another process came, or moved the folder away
+                    if [path.name for path in run_dir.iterdir()] == [lock.name]:
+                        lock.unlink()
                         run_dir.rmdir()
     except files.Held:
         raise Busy(f"{run_dir}: another process is working on this very run") from None

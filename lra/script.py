@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,12 @@ def unread() -> NoReturn:
     # What is still buffered would raise once more when Python ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(EXIT_UNREAD)
+
+
+def terminate(number: int, _frame: object) -> NoReturn:
+    """Leave because of a signal that nothing else handles; nothing needs to be saved then."""
+    print_line(f"stopped by {signal.Signals(number).name}", sys.stderr)
+    sys.exit(EXIT_INTERRUPTED)
 
 
 def fail(message: str) -> NoReturn:

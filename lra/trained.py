@@ -5,10 +5,12 @@ Shapes: N examples, C classes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lra.build import make_model, make_task
-from lra.config import RunConfig, TrainConfig
+from lra.config import RunConfig
 from lra.console import percent
 from lra.results.records import Status
 from lra.results.statistics import wilson
@@ -28,7 +30,7 @@ from lra.training.evaluate import evaluate
 from lra.training.hardware import Hardware
 from lra.training.progress import Progress
 from lra.training.weights import selected_path, selected_weights, stored_config
-from lra.values import fill, nearest
+from lra.values import SET_IT, fill, nearest
 
 # Beginnings of the keys that an evaluation has from its own command, not from the run.
 DECIDED_ANEW = ("checkpoint", "paths.", "hardware", "sweep.", "task.source", "task.path")
@@ -54,12 +56,10 @@ class TrainedModel:
     def __init__(self, run: Path, device: str = "cpu") -> None:
         check_run(run)
         self.device = _usable(device)
-        self.config = fill(RunConfig, stored_config(run, str(run)) | {"hardware": {}})
-        try:
+        self.config = run_config(run, str(run))
+        with naming_config(run):
             self.task = make_task(self.config)
             self.model = make_model(self.config, self.task)
-        except ValueError as error:  # the file was edited, or is of another version
-            raise ValueError(f"{run / 'config.yaml'}: {error}") from None
         path = selected_path(run, self.task.vocabulary_hash())
         self.model.load_state_dict(selected_weights(path, self.model))
         self.model.to(self.device).eval()
@@ -118,6 +118,31 @@ class TrainedModel:
             return [self.task.encode(part) for part in example]
         except ValueError as error:
             raise ValueError(f"task '{self.task.name}', input {number}: {error}") from None
+
+
+def run_config(run_dir: Path, given: str) -> RunConfig:
+    """What a run was started with, but for hardware; `given` is what asks for it.
+
+    Raises:
+        ValueError: it is not there, or lacks a key, or has one that this version does not know.
+    """
+    stored = stored_config(run_dir, given) | {"hardware": {}}
+    with naming_config(run_dir):
+        return fill(RunConfig, stored)
+
+
+@contextlib.contextmanager
+def naming_config(run_dir: Path) -> Iterator[None]:
+    """Let an error say that it is about the config in a run's folder.
+
+    Raises:
+        ValueError: instead of the one about a config that is being made.
+    """
+    try:
+        yield
+    except ValueError as error:
+        message = str(error).replace(SET_IT, "; edited, or written by another version?")
+        raise ValueError(f"{run_dir / 'config.yaml'}: {message}") from None
 
 
 def check_run(run: Path) -> None:
@@ -180,16 +205,17 @@ def evaluate_checkpoint(config: RunConfig, overrides: list[str]) -> Status:
                 f"{override}: with checkpoint={config.checkpoint} the run's own config decides; "
                 "only paths, hardware, sweep, task.source and task.path can be given"
             )
-    stored = stored_config(run_dir, f"checkpoint={source}")
     place = {k: v for k, v in config.task.items() if k in ("source", "path")
              and any(o.lstrip("+").startswith(f"task.{k}=") for o in overrides)}  # fmt: skip
-    config = dataclasses.replace(
-        config, seed=stored["seed"], model=stored["model"], shape=stored["shape"],
-        task=stored["task"] | place, train=fill(TrainConfig, stored["train"], "train"),
-    )  # fmt: skip
-    task = make_task(config)
     hardware = Hardware(config.hardware)
-    model = make_model(config, task)
+    stored = run_config(run_dir, f"checkpoint={source}")
+    config = dataclasses.replace(
+        config, seed=stored.seed, model=stored.model, shape=stored.shape,
+        task=stored.task | place, train=stored.train,
+    )  # fmt: skip
+    with contextlib.nullcontext() if place else naming_config(run_dir):
+        task = make_task(config)
+        model = make_model(config, task)
     path = selected_path(source, vocabulary=task.vocabulary_hash())
     model.load_state_dict(selected_weights(path, model))
     model.to(hardware.device)

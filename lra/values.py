@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+SET_IT = "; set it in a config or on the command line"  # of a key that is missing
 MISSING = "???"  # how a config says that a value has yet to be given
 # What other programs call the same; both kinds of names, of keys and of choices.
 SYNONYMS = {
@@ -134,9 +135,8 @@ def check(
         if name in arguments:
             continue
         if default is inspect.Parameter.empty:
-            raise ValueError(
-                f"{prefix}{name} is missing; set it in a config or on the command line"
-            )
+            expected = describe_type(hints.get(name, Any))
+            raise ValueError(f"{prefix}{name} is missing, expected {expected}{SET_IT}")
         # A dataclass shows `field(default_factory=...)` as a marker; it fills that in itself.
         if default is not _LEFT_OUT and type(default).__name__ != "_HAS_DEFAULT_FACTORY_CLASS":
             arguments[name] = default
@@ -256,6 +256,8 @@ def describe_type(hint: Any) -> str:
     if typing.get_origin(hint) in (list, tuple):
         return f"a list of {describe_type(args[0])}"
     if typing.get_origin(hint) is dict or typing.is_typeddict(hint):
+        return "keys with values"
+    if dataclasses.is_dataclass(hint):
         return "keys with values"
     names = {
         int: "an integer",

@@ -58,7 +58,7 @@ from lra.cli import (  # noqa: E402
     run_program,
 )
 from lra.config import RunConfig  # noqa: E402
-from lra.console import first_line  # noqa: E402
+from lra.console import first_line, has_bars  # noqa: E402
 from lra.results.efficiency import benchmark_tables  # noqa: E402
 from lra.results.markdown import Table  # noqa: E402
 from lra.runs import now  # noqa: E402
@@ -296,7 +296,7 @@ class Rounds:
 
         lengths, width = self.settings.lengths or LENGTHS, max(map(len, self.configs))
         total = self.settings.repeats * len(lengths) * len(self.settings.mode) * len(self.configs)
-        with tqdm(total=total, unit="cell", disable=not sys.stderr.isatty()) as bar:
+        with tqdm(total=total, unit="cell", disable=not has_bars()) as bar:
             for number in range(self.settings.repeats):
                 self.measured.append({})
                 models = list(self.configs)[:: -1 if number % 2 else 1]

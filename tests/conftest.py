@@ -20,7 +20,8 @@ torch.set_num_threads(1)  # the tensors of tests are too small for more to pay
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """A stopped run ignores SIGTERM from then on, which whatever starts later would inherit."""
-    before = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    before = {s: signal.getsignal(s) for s in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -432,6 +432,25 @@ def test_sigterm_saves_and_leaves_with_a_code_of_its_own(tmp_path: Path) -> None
     assert list(tmp_path.glob("outputs/*/checkpoints/step-*.pt"))
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_while_data_are_prepared_leaves_with_the_same_code(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    words = [*TINY, f"paths.cache={tmp_path}/cache", "task.num_train=1000000"]
+    code = (  # in this one process: an exception while it forks is ignored
+        "import lra.tasks.cache, runpy; lra.tasks.cache.available_cores = lambda: 1; "
+        f"runpy.run_path({str(ROOT / 'run.py')!r}, run_name='__main__')"
+    )
+    process = programs.start("-c", code, *words, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(tmp_path.glob("cache/.listops-*.building/*")):
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75 and err.endswith(f"\nstopped by {number.name}\n"), err
+    assert not list(tmp_path.glob("cache/.listops-*"))
+
+
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
     long = [*TINY, "train.num_steps=100000"]
     first = start(tmp_path, *long)

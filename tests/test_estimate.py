@@ -145,7 +145,8 @@ def test_a_first_phase_is_counted_once_for_the_jobs_that_share_it(
     assert seconds == [5 * half] * 2 + [4 * half] * 6 + [3 * half] * 2
     text = plan_text(settings, seconds, 1, "10 jobs")
     assert "about 2 h 30 min, phase 1 30 min 00 s  1.0 GiB" in text.splitlines()[1]
-    assert "phase 1 is in the sum once for jobs that share it" in text
+    assert "phase 1 is in the sum once for jobs that share it" in text and "wait" not in text
+    assert "; jobs beside the one that does it wait for it\n" in plan_text(settings, seconds, 2, "")
     assert text.endswith("10 jobs: about 20 h 00 min")
     assert "phase 1" not in plan_text(settings[1:2], [2 * HOUR], 1, "")
 

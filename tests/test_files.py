@@ -165,15 +165,39 @@ def test_a_lock_is_held_by_one_and_left_for_all(tmp_path: Path) -> None:
 def test_a_lock_whose_file_its_holder_removed_is_held_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "a.lock"
+    path = tmp_path / "run" / "a.lock"
     first = locked(path, "paths.cache")
     first.__enter__()
 
     def waiting() -> None:  # has opened the file already
         path.unlink()
+        path.parent.rmdir()
         first.__exit__(None, None, None)
 
     with locked(path, "paths.cache", waiting), pytest.raises(Held), locked(path, "paths.cache"):
+        pass
+
+
+def test_a_lock_is_had_though_its_folder_goes_away_before_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, make, removed = tmp_path / "run" / "a.lock", Path.mkdir, []
+
+    def make_in_vain(folder: Path, *arguments: Any, **others: Any) -> None:
+        make(folder, *arguments, **others)
+        if len(removed) < 3:
+            removed.append(folder)
+            folder.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", make_in_vain)
+    with locked(path, "paths.cache"):
+        assert path.exists() and len(removed) == 3
+    dangling = tmp_path / "b.lock"
+    dangling.symlink_to(tmp_path / "none" / "b.lock")
+    with (
+        pytest.raises(OSError, match=r"b\.lock: this lock cannot be opened \(No such file"),
+        locked(dangling, "paths.cache"),
+    ):
         pass
 
 

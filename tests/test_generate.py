@@ -158,6 +158,7 @@ def test_runs_that_cannot_go_on_are_refused(run: Path, tmp_path: Path) -> None:
     config = (run / "config.yaml").read_text()
     for text, expected in (
         (config, "no pretrained.pt in it"),
+        (config.replace("seed:", "sead:"), f"{tmp_path}/config.yaml: sead=0: unknown key"),
         (config[: config.index("pretrain:")], "a run with pretrain=none, expected pretrain=next"),
     ):
         (tmp_path / "config.yaml").write_text(text)

@@ -26,6 +26,7 @@ from lra.plan import Reference
 from lra.results import records
 from lra.results.leaderboard import make_rows
 from lra.results.statistics import wilson
+from lra.script import terminate
 from lra.tasks.task import Example
 from lra.trained import evaluate_checkpoint
 from lra.training import hardware
@@ -579,7 +580,7 @@ def test_a_task_that_lacks_a_method_is_refused_by_name(tmp_path: Path) -> None:
         run(tmp_path, task={"_target_": "lra.tasks.task.Task"})
 
 
-@pytest.mark.parametrize("handler", ["of a scheduler", "none"])
+@pytest.mark.parametrize("handler", ["of a scheduler", "our own", "none"])
 def test_a_scheduler_gets_its_signal_back_once_the_record_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str
 ) -> None:
@@ -597,13 +598,12 @@ def test_a_scheduler_gets_its_signal_back_once_the_record_is_written(
         os.kill(os.getpid(), signal.SIGUSR2)
         return forward(self, *inputs)
 
-    before = signal.signal(
-        signal.SIGUSR2, puts_back if handler == "of a scheduler" else signal.SIG_DFL
-    )
+    handlers: Any = {"of a scheduler": puts_back, "our own": terminate, "none": signal.SIG_DFL}
+    before = signal.signal(signal.SIGUSR2, handlers[handler])
     try:
         with monkeypatch.context() as patch:
             patch.setattr(SoftmaxAttention, "forward", warned)
-            if handler == "none":
+            if handler != "of a scheduler":
                 assert run(tmp_path).status == "interrupted"
             else:
                 with pytest.raises(SystemExit):

@@ -263,3 +263,9 @@ def test_a_process_that_comes_while_the_folder_is_removed_hides_no_error(
     with pytest.raises(ValueError, match="refused"), runs.locked(tmp_path / "run"):
         raise ValueError("refused")
     assert (tmp_path / "run" / "run.lock").exists()
+
+
+def test_a_folder_that_is_moved_away_meanwhile_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="refused"), runs.locked(tmp_path / "run"):
+        (tmp_path / "run").rename(tmp_path / "away")
+        raise ValueError("refused")

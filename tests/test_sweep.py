@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -481,9 +482,29 @@ def test_a_signal_saves_jobs_side_by_side_and_starts_no_more(tmp_path: Path) -> 
     assert all(record.status in GOOD for record in found(tmp_path, "trouble").values())
 
 
-def test_a_signal_before_the_training_is_a_jobs_own_once_and_between_jobs_nobodys() -> None:
+def test_a_full_disk_keeps_no_job_from_the_signal_to_its_sweep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise NotWritten(errno.ENOSPC, "full", "stopped")
+
+    sent: list[tuple[int, int]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(multirun, "note_stop", full)
+        patch.setattr(multirun.multiprocessing, "active_children", lambda: [SimpleNamespace(pid=7)])
+        multirun.stop_jobs_with_sweep(Path("launch"))
+        patch.setattr(multirun.os, "kill", lambda *what: sent.append(what))
+        signal.raise_signal(signal.SIGTERM)
+    assert sent == [(7, signal.SIGTERM)]
+    assert "full: 'stopped'; jobs to come will start in spite of SIGTERM" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_training_is_a_jobs_own_once_and_between_jobs_nobodys(
+    number: int,
+) -> None:
+    signal.signal(number, lambda *_: None)  # what is not caught shall not end the tests
     beside = multirun.JobSettings(0, Path("launch"), in_sweep_process=False, at_a_time=2)
-    number = signal.SIGTERM
     with pytest.raises(KeyboardInterrupt), beside.signals():
         try:
             os.kill(os.getpid(), number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import runpy
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import lra
 from lra.build import make_task
@@ -198,6 +200,38 @@ def test_runs_that_are_not_there_or_not_finished(
     assert cut.status == "interrupted"
     with pytest.warns(UserWarning, match=r"not finished \(interrupted\): weights of step \d+ of"):
         lra.load(tmp_path / "outputs" / cut.run_id)
+
+
+@pytest.mark.parametrize(
+    "key, expected",
+    [
+        ("seed", "an integer"),
+        ("model", "keys with values"),
+        ("train", "keys with values"),
+        ("train.lr", "a number"),
+        ("task.max_length", "an integer"),
+        ("shape.norm_kind", None),  # which came later
+    ],
+)
+def test_a_key_that_a_run_of_another_version_lacks_is_named_with_the_file(
+    toy: Path, tmp_path: Path, key: str, expected: str | None
+) -> None:
+    (tmp_path / "checkpoints").symlink_to(toy / "checkpoints")
+    stored = yaml.safe_load((toy / "config.yaml").read_text())
+    *sections, last = key.split(".")
+    del functools.reduce(dict.__getitem__, sections, stored)[last]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
+    asked = toy_config(tmp_path, checkpoint=str(tmp_path))
+    for use in (lambda: lra.load(tmp_path), lambda: evaluate_checkpoint(asked, [])):
+        if expected is None:
+            use()
+            continue
+        with pytest.raises(ValueError) as caught:
+            use()
+        assert str(caught.value) == (
+            f"{tmp_path}/config.yaml: {key} is missing, expected {expected}; edited, or written by "
+            "another version?"
+        )
 
 
 @pytest.mark.parametrize("selection", ["last", "best_val"])

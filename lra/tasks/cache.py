@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from lra.console import counting, print_line
-from lra.files import check_writable, locked, way_out, write_atomically
+from lra.files import Held, check_writable, locked, way_out, write_atomically
 from lra.tasks.batches import ARRAYS, SplitWriter, TokenArrays, file_sha256
 from lra.tasks.beside import shortened
 from lra.tasks.checks import copies, oddities, shared, truncation
@@ -168,6 +168,7 @@ def prepare(task: Task, cache_dir: Path, *, num_workers: int | None = None) -> D
             check_writable(cache_dir, "paths.cache")
             with locked(Path(f"{folder}.lock"), "paths.cache", waiting=_Patience(folder).check):
                 if not _is_there(folder):
+                    _remove_left_behind(folder)
                     _build(task, folder, fingerprint, num_workers or available_cores())
         return open_dataset(task, folder, fingerprint)
     except PermissionError as error:
@@ -249,6 +250,21 @@ def _working_places(folder: Path) -> tuple[Path, Path]:
         )
     )
     return building, work
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Remove what killed builds have left of `folder`, whose lock is held, and of other caches.
+
+    A build holds its cache's lock from before its first file to behind its last, so where the lock
+    is free nobody is at it. What another user has left stays.
+    """
+    for place in folder.parent.glob(".*.building*"):
+        name = place.name[1:].partition(".building")[0]
+        lock = folder.with_name(f"{name}.lock")
+        with contextlib.ExitStack() as held, contextlib.suppress(Held, OSError):
+            if name != folder.name:
+                held.enter_context(locked(lock, "paths.cache"))
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def open_dataset(task: Task, folder: Path, fingerprint: str) -> Dataset:
@@ -347,7 +363,6 @@ def verify(dataset: Dataset) -> None:
 
 def _build(task: Task, folder: Path, fingerprint: str, num_workers: int) -> None:
     temporary, task.work_dir = _working_places(folder)
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed builder; the lock is ours now
     task.num_workers = num_workers
     task.remarks = []
     started = time.monotonic()

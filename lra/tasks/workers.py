@@ -94,9 +94,11 @@ def _result(future: Future[Result]) -> Result:
 
 
 def _follow_parent() -> None:
-    """Leave interrupts to the parent, and end when it is killed instead of waiting for jobs."""
+    """Leave interrupts and warnings, which a whole group may get, to the parent, and end when it is
+    killed instead of waiting for jobs."""
     signal.set_wakeup_fd(-1)  # the parent's, where processes are forked
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # Asked of the system, since not every launcher of jobs tells `multiprocessing` the parent.
     parent = os.getppid()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lra.console import first_line, print_line
 from lra.files import write_atomically
+from lra.script import terminate
 from lra.training.stopping import STUCK_EARLY_S, end_if_stuck
 
 JOIN_LIMIT = timedelta(minutes=10)  # to start on every machine, from a slow shared disk perhaps
@@ -51,10 +52,13 @@ def is_main() -> bool:
 
 
 def all_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over all processes, in place."""
+    """Sum over all processes, in place; to be read at once, so it waits for the device."""
     if dist.is_initialized():
         with telling():
             dist.all_reduce(tensor)
+        if tensor.is_cuda:  # where the exchange was only put behind the steps that are under way
+            with telling(f"rank {rank()}: waiting for its device, or the other processes"):
+                torch.cuda.synchronize(tensor.device)
     return tensor
 
 
@@ -140,7 +144,8 @@ def give_back_to_queue() -> None:
 
     That may end this process, so all that the run leaves behind has to be written before.
     """
-    if callable(signal.getsignal(signal.SIGUSR2)):
+    handler = signal.getsignal(signal.SIGUSR2)
+    if callable(handler) and handler is not terminate:
         os.kill(os.getpid(), signal.SIGUSR2)
 
 

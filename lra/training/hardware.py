@@ -22,11 +22,16 @@ DEFAULT_THREADS = torch.get_num_threads()  # so that no job of a sweep inherits 
 class Hardware:
     """A checked device with its settings; jobs side by side take devices in turn by their number.
 
+    A process that only starts others takes none (`is_used`): even an idle one would hold some of
+    its memory. What then remains to be checked is up to those others.
+
     Raises:
         ValueError: the device is not there, or cannot compute in the precision asked for.
     """
 
-    def __init__(self, config: HardwareConfig, job_number: int = 0) -> None:
+    def __init__(
+        self, config: HardwareConfig, job_number: int = 0, *, is_used: bool = True
+    ) -> None:
         self.config = config
         self.stretches: list[dict[str, Any]] = []  # of the run's steps; see `begin`
         has_cuda = torch.cuda.is_available()
@@ -49,6 +54,8 @@ class Hardware:
                     f"devices for at least {needed} processes"
                 )
             self.device = torch.device("cuda", index % count)
+            if not is_used:
+                return
             torch.cuda.set_device(self.device)
         if kind == "cpu" and config.precision in ("fp16", "tf32"):
             raise ValueError(
@@ -98,9 +105,12 @@ class Hardware:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         uses_all = getattr(getattr(model, "encoder", None), "uses_all", True)
-        return nn.parallel.DistributedDataParallel(
+        parallel = nn.parallel.DistributedDataParallel(
             model, device_ids=devices, find_unused_parameters=not uses_all
         )
+        # Buffers begin alike, and what changes some, batch norm, has the same sums everywhere.
+        parallel.broadcast_buffers = False
+        return parallel
 
     def exchange(self, model: object, wanted: bool) -> contextlib.AbstractContextManager[object]:
         """For a backward pass: add gradients up over the processes, or, for all but the last part

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lra.console import Pace, counting, duration, percent, print_line
+from lra.console import Pace, counting, duration, has_bars, percent, print_line
 from lra.files import append
 
 
@@ -55,7 +55,7 @@ class Progress:
             total=num_steps,
             initial=start,
             unit="step",
-            disable=self.quiet or not sys.stderr.isatty(),
+            disable=self.quiet or not has_bars(),
             dynamic_ncols=True,
             smoothing=0,  # the time left is by the mean of all so far, evaluations among them
         ) as self._bar:

@@ -52,7 +52,7 @@ def stop_on_signals() -> Iterator[_Stop]:
     """Catch SIGINT, SIGTERM, a closed terminal's SIGHUP, and USR1 and USR2, schedulers' warnings.
 
     The same wish often comes twice, to a group and from a parent, so repeats are left out at first,
-    SIGINT's after the end too; and once a signal has come SIGTERM and SIGHUP are ignored, so that
+    SIGINT's after the end too; and once a signal has come TERM, HUP and USR1 are ignored, so that
     the record can be written.
     """
     stop = _Stop()
@@ -82,7 +82,7 @@ def stop_on_signals() -> Iterator[_Stop]:
         watch_no_more()
         was_signalled = stop.signalled_at is not None  # a time limit leaves other jobs to run
         for s, handler in before.items():
-            if was_signalled and s in (signal.SIGTERM, signal.SIGHUP):
+            if was_signalled and s in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(s, signal.SIG_IGN)
             elif not (was_signalled and s == signal.SIGINT):
                 signal.signal(s, handler)

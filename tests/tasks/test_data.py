@@ -787,3 +787,13 @@ def test_a_builder_that_goes_on_writing_is_waited_for(
     locked.wait(20)
     assert toy_data(tmp_path).folder == folder
     builder.join()
+
+
+def test_what_killed_builds_of_any_cache_have_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    folder, _ = lra.tasks.cache.cache_folder(toy(tmp_path), tmp_path / "cache")
+    left = [f".{folder.name}.building-77", ".toy-of-other-keys.building", ".text-1.building-77"]
+    for name in (*left, ".text-2.building"):
+        (tmp_path / "cache" / name / "train").mkdir(parents=True)
+    with lra.files.locked(tmp_path / "cache/text-2.lock", "paths.cache"):  # somebody is at that one
+        toy_data(tmp_path)
+    assert [path.name for path in tmp_path.glob("cache/.*")] == [".text-2.building"]

@@ -38,6 +38,13 @@ def test_a_signal_ends_jobs_that_take_long(number: int) -> None:
     assert set(multiprocessing.active_children()) <= others
 
 
+def test_what_a_whole_group_is_warned_of_is_the_parents_matter() -> None:
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    jobs = [(number,) for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)]
+    assert set(workers.map_in_order(signal.getsignal, jobs, 2)) == {signal.SIG_IGN}
+
+
 def test_a_job_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "JOB_LIMIT_S", 0.3)
     others = set(multiprocessing.active_children())

@@ -10,16 +10,21 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lra import job
+from lra import job, runs
+from lra.cli import compose_config, typed
 from lra.config import HardwareConfig
+from lra.files import Unwritable
+from lra.plan import Reference, make_plan
 from lra.results import records
 from lra.tasks.batches import Batch
 from lra.training import distributed
@@ -27,6 +32,7 @@ from lra.training.gradient import num_micro_batches
 from tests import programs
 from tests.made_up import make_record
 from tests.test_cli import ROOT, TINY, call, read_record, timeless
+from tests.test_job import config as toy_config
 
 TWO = ["hardware.num_devices=2", "hardware.num_threads=1"]
 # Without dropout, which draws other numbers in each process.
@@ -178,6 +184,36 @@ def test_a_main_process_that_fails_keeps_nobody_waiting(
     assert caught is None or caught.value.code == 1
 
 
+@pytest.mark.parametrize("kind", [runs.Busy, Unwritable, ValueError])
+def test_what_stops_a_process_stops_the_run_as_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    def fails(*_: object) -> None:
+        raise kind("why")
+
+    def launch(function: Callable[..., None], _: int, *arguments: Any) -> None:
+        with pytest.raises(kind):
+            function(*arguments)
+        raise RuntimeError("a process failed")
+
+    monkeypatch.setattr(job, "run_job", fails)
+    monkeypatch.setattr(distributed, "launch", launch)
+    with pytest.raises(kind, match="^why$") as caught:
+        job.run_in_processes(make_plan(toy_config(tmp_path), Reference(None, {})), [])
+    assert caught.type is kind
+
+
+def test_a_run_of_two_processes_that_another_holds_is_no_failure_of_a_sweep(
+    tmp_path: Path,
+) -> None:
+    places = [f"paths.{name}={tmp_path}/{name}" for name in ("outputs", "results")]
+    plan = make_plan(typed(compose_config([*TINY, *places])), Reference(None, {}))
+    with runs.locked(plan.run_dir):
+        code, out, err = call(tmp_path, "-m", *TINY, *TWO, *places, fork=True)
+    assert code == 0 and out.strip().endswith("1 job: 1 busy"), err
+    assert err.endswith(f"\nerror: {plan.run_dir}: another process is working on this very run\n")
+
+
 def test_bad_input_is_one_message_also_from_processes(tmp_path: Path) -> None:
     code, _, err = call(tmp_path, *TINY, *TWO, "task.strict=true", "task.max_length=20", fork=True)
     assert code == 2 and err.count("error: ") == 1 and "task.max_length=20" in err
@@ -189,8 +225,6 @@ def test_each_device_has_a_part_of_every_batch(tmp_path: Path) -> None:
 
 
 def test_a_compiled_model_exchanges_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
     from torch import nn
 
     from lra.training.hardware import Hardware
@@ -364,6 +398,20 @@ def test_a_long_exchange_is_told(
     assert capfd.readouterr().err == ""
 
 
+def test_a_long_wait_for_a_device_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With nccl the exchange itself comes back at once."""
+    monkeypatch.setattr(distributed, "TELL_AFTER_S", 0.05)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for name in ("get_rank", "all_reduce"):
+        monkeypatch.setattr(torch.distributed, name, lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: time.sleep(0.3))
+    far: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    assert distributed.all_sum(far) is far
+    assert capfd.readouterr().err == "rank 0: waiting for its device, or the other processes\n"
+
+
 @pytest.mark.slow
 def test_a_signal_before_the_training_ends_processes_with_its_code() -> None:
     code = (
@@ -394,6 +442,22 @@ def test_jobs_side_by_side_take_devices_in_turn(monkeypatch: pytest.MonkeyPatch)
         Hardware(HardwareConfig(device="cuda", num_devices=3))
 
 
+def test_who_starts_processes_takes_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context there would hold hundreds of MB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("set_device", "current_device", "_lazy_init", "reset_peak_memory_stats",
+                 "is_bf16_supported", "get_device_capability"):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: pytest.fail("touched"))
+    started: list[int] = []
+    monkeypatch.setattr(job, "run_in_processes", lambda plan, _: started.append(1))
+    two = {"device": "cuda", "precision": "bf16", "num_devices": 2}
+    job.run_job(toy_config(tmp_path, hardware=two), [], Reference(None, {}))
+    assert started == [1]
+
+
 def test_processes_that_a_cluster_shows_one_device_each_take_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -422,12 +486,14 @@ def test_parameters_that_the_result_does_not_depend_on_do_not_stop_the_exchange(
     import torch
 
     from lra.build import make_model, make_task
-    from lra.cli import compose_config, typed
     from lra.training.hardware import Hardware
 
-    config = typed(compose_config(["model=luna", *PLAIN, *words]))
+    config = typed(compose_config(["model=luna", *PLAIN, "shape.norm_kind=batch", *words]))
     torch.distributed.init_process_group(
         "gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
+    )
+    monkeypatch.setattr(  # one at each step more, though all processes have the same
+        torch.nn.parallel.DistributedDataParallel, "_sync_buffers", lambda _: pytest.fail("sent")
     )
     try:
         monkeypatch.setattr(distributed, "world_size", lambda: 2)  # as far as the wrapping goes
@@ -437,6 +503,7 @@ def test_parameters_that_the_result_does_not_depend_on_do_not_stop_the_exchange(
             model(tokens_BSL, torch.full((3, 1), 20)).sum().backward()
     finally:
         torch.distributed.destroy_process_group()
+    assert [*model.buffers()]
     unused = [name for name, p in model.named_parameters() if p.grad is None]
     assert bool(unused) == bool(words)
 

@@ -65,6 +65,7 @@ def test_the_time_left_of_a_bar_counts_evaluations_too(
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
     with Progress().bar(100, 0) as bar:
         for step in range(1, 11):
@@ -72,6 +73,26 @@ def test_the_time_left_of_a_bar_counts_evaluations_too(
             bar.update([{"loss": 2.0, "accuracy": 0.5}], step, 1000.0)
         last = terminal.getvalue().split("\r")[-1]
     assert "10/100 [01:40<15:00" in last and "loss=2.000" in last
+
+
+def test_a_terminal_that_draws_nothing_gets_plain_lines(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    shown = Progress()
+    with shown.bar(100, 0) as bar, shown.counting("validation", 20) as show:
+        clock.now += 2
+        bar.update([{"loss": 2.0, "accuracy": 0.5}], 1, None)
+        clock.now += 2
+        show(7)
+    assert terminal.getvalue() == ""
+    step, examples = capsys.readouterr().out.splitlines()
+    assert step.startswith("step      1/100  loss 2.000") and examples.startswith(
+        "validation: 7 of"
+    )
 
 
 def test_a_full_disk_under_the_output_leaves_the_log_its_lines(
