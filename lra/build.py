@@ -68,6 +68,11 @@ def make_model(config: RunConfig, task: Task, model: Mapping[str, Any] | None = 
             f"shape.rotary_theta={shape.rotary_theta}: acts only with shape.positions=rotary or "
             f"rotary_2d, here {shape.positions}"
         )
+    if task.picture_size is None and (shape.input_mean, shape.input_std) != (0.0, 1.0):
+        raise ValueError(
+            f"shape.input_mean={shape.input_mean}, shape.input_std={shape.input_std}: act only "
+            f"where shape.input=real may be, not with task {task.name}; expected 0 and 1"
+        )
     encoder = make_encoder(target, shape, **check(target, knobs, "model", ["shape"]))
     return Classifier(encoder, shape, task.num_classes, task.num_sequences)
 

@@ -85,9 +85,9 @@ def explain(error: Exception, overrides: list[str]) -> str:
     several = next((o for o in overrides if re.match(r"(experiment|task|recipe)=\[", o)), None)
     if several:
         return f"{several}: a list, expected one choice; -m with commas runs one after the other"
-    if isinstance(error, UnknownKey):
-        is_known = error.key in known_keys(overrides)  # so its class lacks it, whatever the file
-        return str(error) if is_known else unknown_key(error.key, error.given, overrides)
+    # One that is known is in a file, and its class lacks it.
+    if isinstance(error, UnknownKey) and error.key not in known_keys(overrides):
+        return unknown_key(error.key, error.given, overrides)
     if isinstance(error, OverrideParseException):
         return unreadable(error.override, overrides)
     if NO_NAME in str(error):
@@ -134,7 +134,19 @@ def explain(error: Exception, overrides: list[str]) -> str:
         key, given = match[1], str(error).removeprefix("Error merging override ")
         expected = f"a list: {key}=[..]" if key in known_keys(overrides) else "keys with values"
         return f"{given}: expected {expected}"
-    return str(error)
+    return str(error) + set_by(str(error), overrides)
+
+
+def set_by(message: str, overrides: list[str]) -> str:
+    """Says that the experiment, not the command, has set the key that a message begins with."""
+    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
+    key, name = message.partition("=")[0], given.get("experiment", "")
+    file = CONFIGS / "experiment" / f"{name}.yaml"
+    keys: Any = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
+    if key in given or key not in flatten(keys):
+        return ""
+    needs = ": CONTRIBUTING.md says what a task needs for that" if key[:5] == "task." else ""
+    return f" (experiment={name} sets it{needs})"
 
 
 def known_keys(overrides: list[str]) -> list[str]:

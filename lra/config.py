@@ -92,6 +92,8 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"train.{name}={value}: expected a number above 0")
+        if self.eps < 2.0**-126:
+            raise ValueError(f"train.eps={self.eps}: float32 holds 0; expected at least 1.2e-38")
         for beta in self.betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"train.betas={list(self.betas)}: expected 0 <= beta < 1")

@@ -66,6 +66,7 @@ def _data_left_aside(plan: Plan) -> str:
     usual = published.task.get("source")
     try:
         task = make_task(dataclasses.replace(config, task=config.task | {"source": usual}))
+        task.memo_dir = config.paths.cache
         if task.kind != "files" or not task.source_files():
             return ""
     except ValueError:  # nothing found

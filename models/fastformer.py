@@ -7,7 +7,6 @@ Shapes: B batch, L length, D d_model, H heads, K head dim, E = H * K.
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from models.encoder import Encoder
 from models.norm import set_eps
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 Interaction = Literal["product", "add", "concat"]
 
@@ -172,8 +171,7 @@ class FastformerEncoder(Encoder):
         norm_eps: float = 1e-5,
         causal: bool = False,
     ) -> None:
-        if not 0 < norm_eps < math.inf:
-            raise ValueError(f"model.norm_eps={norm_eps}: expected more than 0")
+        check_positive("model.norm_eps", norm_eps)
         mixers: list[nn.Module] = []
 
         def next_mixer() -> nn.Module:

@@ -46,9 +46,9 @@ class LocalAttention(nn.Module):
         causal: of these keys only those that come no later than the position itself.
 
     Raises:
-        ValueError: an option is out of range, causal attention is asked for with a pooling that
-            reads the first position, or with pattern strided, or that pattern with rotary
-            positions.
+        ValueError: an option is out of range or does not act, causal attention is asked for with a
+            pooling that reads the first position, or with pattern strided, or that pattern with
+            rotary positions.
     """
 
     def __init__(
@@ -67,6 +67,8 @@ class LocalAttention(nn.Module):
             )
         if window < 2:
             raise ValueError(f"model.window={window}: expected at least 2")
+        if window != 64 and pattern != "window":
+            raise ValueError(f"model.window={window}: acts only with model.pattern=window")
         if block_size < 2:
             raise ValueError(f"model.block_size={block_size}: expected at least 2")
         if causal and pattern == "strided":

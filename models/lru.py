@@ -9,14 +9,13 @@ Shapes: B batch, L length, D d_model, N complex states.
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from models.recurrence import DiagonalSystem, GatedRecurrence, RecurrentEncoder
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 
 def ring(
@@ -70,8 +69,7 @@ class LRU(DiagonalSystem):
             raise ValueError(
                 f"model.r_min={r_min}, model.r_max={r_max}: expected 0 <= r_min < r_max <= 1"
             )
-        if not 0 < max_phase < math.inf:
-            raise ValueError(f"model.max_phase={max_phase}: expected more than 0")
+        check_positive("model.max_phase", max_phase)
         super().__init__(shape, state_size, bidirectional=bidirectional)
         # Open at both ends: 0 and 1 may be a decay of zero or of one, whose logarithms are endless.
         radius_N, phase_N = torch.empty(2, state_size, dtype=torch.float64).uniform_(1e-6, 1 - 1e-6)

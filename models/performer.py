@@ -13,7 +13,6 @@ key, value. `mask` is bool, True = real token.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from models.kernels import all_sums, causal_sums, widened, with_count
 from models.layers import StackedLinear, check_causal, check_stepwise
 from models.positions import Rotary
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 Kernel = Literal["softmax", "relu"]
 Features = Literal["positive", "trigonometric"]
@@ -125,8 +124,8 @@ class PerformerAttention(nn.Module):
             )
         if not orthogonal and num_features is None:
             raise ValueError("model.orthogonal=false: acts only with random features")
-        if epsilon is not None and not 0 < epsilon < math.inf:
-            raise ValueError(f"model.epsilon={epsilon}: expected more than 0, or null")
+        if epsilon is not None:
+            check_positive("model.epsilon", epsilon)
         if kernel == "relu" and (trigonometric or scale_twice):
             raise ValueError(
                 "model.kernel=relu: model.features=trigonometric and model.scale_twice=true act "

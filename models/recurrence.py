@@ -10,7 +10,6 @@ sequence or of all. `mask` is bool, True = real token.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,7 @@ from models.dropout import Dropout, TiedDropout, has_fast_path, side_by_side
 from models.encoder import Block, Encoder, MixerBlock
 from models.layers import StackedLinear, check_directions
 from models.norm import NoNorm, set_eps
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 CHUNK_LENGTH = 32  # of the scan: work per position grows with it, the number of passes shrinks
 Gate = Literal["full_glu", "half_glu1", "half_glu2", "gelu"]
@@ -383,8 +382,7 @@ class RecurrentEncoder(Encoder):
     ) -> None:
         if block not in ("shared", "own"):
             raise ValueError(f"model.block={block!r}: expected shared or own")
-        if not 0 < norm_eps < math.inf:
-            raise ValueError(f"model.norm_eps={norm_eps}: expected more than 0")
+        check_positive("model.norm_eps", norm_eps)
         check_directions(shape, bidirectional=bidirectional, causal=causal)
         own = partial(MixerBlock, tie_dropout=tie_dropout)
         super().__init__(shape, mixer, Block if block == "shared" else own)

@@ -67,8 +67,8 @@ class ReformerAttention(nn.Module):
         causal: refused.
 
     Raises:
-        ValueError: an option is out of range, causal attention is asked for, or mask_later together
-            with a pooling that reads the first position.
+        ValueError: an option is out of range or does not act, causal attention is asked for, or
+            mask_later together with a pooling that reads the first position.
     """
 
     rotations_HKM: Tensor
@@ -109,6 +109,11 @@ class ReformerAttention(nn.Module):
                 f"model.variant='arena': needs num_heads * head_dim = shape.d_model, here "
                 f"{shape.num_heads} * {shape.attention_head_dim} and {shape.d_model}, and neither "
                 "model.mask_later nor model.padded_chunks"
+            )
+        if variant == "arena" and num_buckets is not None and chunk_length != 64:
+            raise ValueError(
+                f"model.chunk_length={chunk_length}: acts only with model.variant=hashed or "
+                "model.num_buckets=null; expected 64"
             )
         for name, value, least in (
             ("num_hashes", num_hashes, 1),

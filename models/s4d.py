@@ -23,7 +23,7 @@ from models.convolution import long_convolution, sum_of_powers
 from models.dropout import Dropout, TiedDropout
 from models.encoder import Block, Encoder, MixerBlock
 from models.layers import StackedLinear, check_directions
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 Init = Literal["legs", "lin", "inv"]
 Discretization = Literal["zoh", "bilinear"]
@@ -71,6 +71,7 @@ class S4DOptions:
                 f"model.dt_min={self.dt_min} with model.dt_max={self.dt_max}: expected "
                 "0 < dt_min < dt_max"
             )
+        check_positive("model.dt_min", self.dt_min)
         for name in ("num_copies", "channels", "kernel_length"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.layers import lecun_normal_
 from models.recurrence import DiagonalSystem, Gate, GatedRecurrence, RecurrentEncoder
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 Discretization = Literal["zoh", "bilinear"]
 CInit = Literal["lecun_normal", "trunc_standard_normal", "complex_normal"]
@@ -121,8 +121,7 @@ class S5SSM(DiagonalSystem):
         ):
             if value not in allowed:
                 raise ValueError(f"model.{key}={value!r}: expected one of {', '.join(allowed)}")
-        if not 0 < step_rescale < math.inf:
-            raise ValueError(f"model.step_rescale={step_rescale}: expected more than 0")
+        check_positive("model.step_rescale", step_rescale)
         if not 0 < dt_min < dt_max < math.inf:
             raise ValueError(
                 f"model.dt_min={dt_min}, model.dt_max={dt_max}: expected 0 < dt_min < dt_max"

@@ -12,6 +12,16 @@ Pooling = Literal["mean", "padded_mean", "cls", "first", "last", "max", "attenti
 Positions = Literal["learned", "sinusoidal", "none", "rotary", "rotary_2d"]  # 2d: of pixels
 
 
+def check_positive(key: str, value: float) -> None:
+    """Refuse a number that is not above 0, or that float32 holds as 0 or as infinity.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if not 2.0**-126 <= value < 2.0**128:
+        raise ValueError(f"{key}={value}: expected more than 0, from 1.2e-38 to 3.4e38 (float32)")
+
+
 @dataclass(frozen=True)
 class Shape:
     """The architecture around a mixer: the task gives its ids and length, a recipe the rest.
@@ -71,11 +81,9 @@ class Shape:
                 raise ValueError(f"shape.{name}={getattr(self, name)}: expected 0 <= {name} < 1")
         if not 0 < self.norm_momentum <= 1:
             raise ValueError(f"shape.norm_momentum={self.norm_momentum}: expected 0 < share <= 1")
-        if not 0 < self.input_std < math.inf or not math.isfinite(self.input_mean):
-            raise ValueError(
-                f"shape.input_mean={self.input_mean}, shape.input_std={self.input_std}: expected "
-                "numbers, the second above 0"
-            )
+        if not math.isfinite(self.input_mean):
+            raise ValueError(f"shape.input_mean={self.input_mean}: expected a number")
+        check_positive("shape.input_std", self.input_std)
         if any(width < 1 for width in self.head_hidden):
             raise ValueError(
                 f"shape.head_hidden={list(self.head_hidden)}: expected widths of at least 1"

@@ -12,7 +12,6 @@ worked on together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
@@ -26,7 +25,7 @@ from models.dropout import Dropout, draw_kept, has_fast_path, keep_probability, 
 from models.layers import StackedLinear
 from models.positions import Rotary
 from models.ring_attention import LOG2_E, Memory, Take
-from models.shape import Shape
+from models.shape import Shape, check_positive
 
 Variant = Literal["sorted", "arena"]
 HIDDEN = -1e4  # the logit of a slot without a token: its exponential is 0
@@ -58,7 +57,7 @@ class SinkhornAttention(nn.Module):
         causal: refused.
 
     Raises:
-        ValueError: an option is out of range, or causal attention is asked for.
+        ValueError: an option is out of range or does not act, or causal attention is asked for.
     """
 
     def __init__(
@@ -82,11 +81,16 @@ class SinkhornAttention(nn.Module):
             raise ValueError(f"model.block_size={block_size}: expected at least 1")
         if num_iterations < 0:
             raise ValueError(f"model.num_iterations={num_iterations}: expected at least 0")
-        if not 0 < temperature < math.inf:
-            raise ValueError(f"model.temperature={temperature}: expected more than 0")
+        check_positive("model.temperature", temperature)
         if variant not in get_args(Variant):
             raise ValueError(
                 f"model.variant={variant!r}: expected one of {', '.join(get_args(Variant))}"
+            )
+        if variant == "arena" and (num_iterations, temperature, gumbel_noise) != (7, 0.75, False):
+            raise ValueError(
+                f"model.num_iterations={num_iterations} model.temperature={temperature} "
+                f"model.gumbel_noise={gumbel_noise}: act only with model.variant=sorted; expected "
+                "7, 0.75 and false"
             )
         self.num_heads = shape.num_heads
         self.scale = shape.attention_head_dim**-0.5

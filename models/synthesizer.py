@@ -53,7 +53,8 @@ class SynthesizerAttention(nn.Module):
         causal: position t reads positions 0 .. t only. Padding must stand behind the tokens.
 
     Raises:
-        ValueError: an option is out of range, or causal meets a pooling that reads position 0.
+        ValueError: an option is out of range or does not act, or causal meets a pooling that reads
+            position 0.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class SynthesizerAttention(nn.Module):
             )
         if rank < 1:
             raise ValueError(f"model.rank={rank}: expected at least 1")
+        if rank != 2 and "factorized_random" not in parts:
+            raise ValueError(f"model.rank={rank}: acts only with model.mode=factorized_random")
         if shape.is_rotary and not dot_product:
             raise ValueError(
                 f"shape.positions={shape.positions} with model.dot_product=false: there are no "

@@ -26,6 +26,7 @@ and prints the speed of ours as a multiple of theirs. Words, besides the keys of
     max_memory_gb=N     on a CPU, a cell that needs more is `out of memory` (default: no limit)
     peers=true          as --peer
     name=NAME           of the record, which replaces one of that name (default: device-recipe)
+    paths.results=DIR   a key of the config: where the record goes (default: results)
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ on train: linear classifiers of bags of tokens, of n-grams, of pixels and of how
 and the nearest class mean. Classifiers come with pip install -e '.[floors]'. For ListOps also what
 following the outer levels of an expression gives, one level more each time.
 
-Takes every key of the config; writes results/floors/<task>.json, which tables and figures show.
+Takes every key of the config; writes <paths.results>/floors/<task>.json, which tables and figures
+show.
 """
 
 from __future__ import annotations

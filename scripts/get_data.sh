@@ -21,7 +21,7 @@ Nothing is fetched without a folder. What there is:
                                            its server often refuses to hand it out
   all      8.3 GB  all of these
 
-ListOps and Pathfinder need no download: they are generated. To fetch into the folder data:
+ListOps, Pathfinder and Path-X need no download: they are generated. To fetch into the folder data:
 
   bash scripts/get_data.sh data text
 EOF
@@ -38,8 +38,17 @@ case ${1--h} in
     ;;
 esac
 
+if [ $# -gt 2 ]; then
+  echo "'$3': expected nothing behind '$2'; call once for each, or with all" >&2
+  exit 2
+fi
+if ! command -v curl > /dev/null; then
+  echo "curl is not installed, which downloads need" >&2
+  exit 2
+fi
+
 dir=$1
-what=${2:-all}
+what=${2-all}
 
 text_url=${LRA_TEXT_URL:-https://ai.stanford.edu/~amaas/data/sentiment}
 text_md5=${LRA_TEXT_MD5:-7c2ac02c03563afcf9b574c7e56c153a}
@@ -61,7 +70,7 @@ download() {
 
 # fetch NAME URL MD5: get URL/NAME into $dir; an empty MD5 is not compared.
 fetch() {
-  local name=$1 url=$2 expected=$3 found status code
+  local name=$1 url=$2 expected=$3 is found status code
   local file=$dir/$name part=$dir/$name.part
   if [ -e "$file" ]; then
     if [ -n "$expected" ] && [ "$(md5 "$file")" != "$expected" ]; then
@@ -90,13 +99,14 @@ fetch() {
     fi
   fi
   if [ -n "$expected" ]; then
-    found=$(md5 "$part")
+    is="checksum" found=$(md5 "$part")
   else # at least not a page that says sorry
-    expected=1f8b found=$(head -c 2 "$part" | od -An -tx1 | tr -d ' \n')
+    is="no gzip file, it begins with" expected=1f8b
+    found=$(head -c 2 "$part" | od -An -tx1 | tr -d ' \n')
   fi
   if [ "$found" != "$expected" ]; then
     mv -f "$part" "$file.bad"
-    echo "$file: checksum $found, expected $expected; kept as $file.bad" >&2
+    echo "$file: $is $found, expected $expected; kept as $file.bad" >&2
     return 1
   fi
   mv "$part" "$file"
@@ -114,8 +124,8 @@ get_release() {
   fi
   cat >&2 <<EOF
 The release of Long Range Arena (lra_release.gz, 8 GB) is not open to everyone: its server often
-answers 403. It is needed for retrieval only; ListOps and Pathfinder are generated here. If you
-have a copy, either
+answers 403. It is needed for retrieval only; ListOps, Pathfinder and Path-X are generated here. If
+you have a copy, either
   - unpack it: tar -xzf lra_release.gz -C $dir
   - or put new_aan_pairs.train.tsv, .eval.tsv and .test.tsv into $dir/tsv_data
   - or set LRA_RELEASE_URL to the address of a folder that has lra_release.gz.
@@ -136,7 +146,7 @@ case $what in
     exit $failed
     ;;
   *)
-    echo "unknown: $what; expected text, image, release (with retrieval) or all" >&2
+    echo "unknown: '$what'; expected text, image, release (for retrieval) or all" >&2
     exit 2
     ;;
 esac

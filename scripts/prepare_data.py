@@ -6,7 +6,7 @@
 
 Any key of the config can be given, e.g. task.source=synthetic or paths.data=/data. `verify=full`
 decodes the source again and compares it with the cache, value by value. The exit code is 0 only if
-every split of every task is whole.
+every split of every task is whole; a task that fails leaves the others to go on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ import lra  # noqa: E402, F401  # first: it says what to do where packages are m
 
 # isort: split
 import numpy as np  # noqa: E402
+from hydra.errors import HydraException  # noqa: E402
+from omegaconf.errors import OmegaConfBaseException  # noqa: E402
+from yaml import YAMLError  # noqa: E402
 
 from lra.build import make_task  # noqa: E402
 from lra.cli import (  # noqa: E402
@@ -34,6 +38,7 @@ from lra.cli import (  # noqa: E402
 )
 from lra.files import NotWritten, check_writable, replacing, write_atomically  # noqa: E402
 from lra.script import EXIT_USAGE, Parser, exit_codes  # noqa: E402
+from lra.sweep import named  # noqa: E402
 from lra.tasks.batches import ARRAYS  # noqa: E402
 from lra.tasks.cache import Dataset, prepare, verify  # noqa: E402
 from lra.tasks.task import SPLITS, Task  # noqa: E402
@@ -77,8 +82,8 @@ def main() -> int:
         check_report(Path(own["report"]))
     reports, failed = {}, 0
     for name in TASKS if own["task"] == "all" else [own["task"]]:
+        chosen = [f"task={name}", *overrides]
         try:
-            chosen = [f"task={name}", *overrides]
             config = typed(compose_config(chosen))
             task = make_task(config)
             if own["verify"] == "full":
@@ -95,13 +100,15 @@ def main() -> int:
                 show_examples(task, dataset, arguments.show)
         except BrokenPipeError:
             raise
-        except (ValueError, OSError) as error:
-            print(f"error: {name}: {error}", file=sys.stderr)
-            reports[name] = reports.get(name, {}) | {"error": str(error)}
+        except (ValueError, OSError, HydraException, OmegaConfBaseException, YAMLError) as error:
+            message = explain(error, chosen)
+            print(f"error: {name}: {message}", file=sys.stderr)
+            reports[name] = reports.get(name, {}) | {"error": message}
             failed = EXIT_USAGE
-        except Exception as error:  # what the composition refused
-            print(f"error: {name}: {explain(error, overrides)}", file=sys.stderr)
-            reports[name], failed = {"error": explain(error, overrides)}, EXIT_USAGE
+        except Exception as error:  # of the task's code; the others go on, as jobs of a sweep do
+            print(f"{name}: {traceback.format_exc().rstrip()}", file=sys.stderr)
+            reports[name] = reports.get(name, {}) | {"error": named(error)}
+            failed = max(failed, 1)
     if own["report"]:
         write_atomically(Path(own["report"]), json.dumps(reports, indent=1) + "\n")
     return failed
@@ -201,7 +208,8 @@ def compare_with_source(task: Task, dataset: Dataset) -> None:
             if not same:
                 raise ValueError(
                     f"{dataset.folder / split}: example {index} differs from "
-                    f"{task.describe_source()}"
+                    f"{task.describe_source()}; if the task's code has changed, raise the version "
+                    "in its settings"
                 )
         if index + 1 != count:
             raise ValueError(

@@ -96,6 +96,7 @@ def timeless(record: records.Record) -> dict[str, object]:
         ("train.groups.step.lr=0", ["train.groups.step.lr=0.0", "above 0"]),
         ("train.lr=fast", ["train.lr='fast'", "a number"]),
         ("shape.dropout=1.5", ["shape.dropout=1.5", "< 1"]),
+        ("shape.input_std=1e-60", ["shape.input_std=1e-60", "from 1.2e-38"]),
         ("shape.num_heads=5", ["shape.num_heads=5", "does not divide shape.d_model=64"]),
         ("model.tie_kv=maybe", ["model.tie_kv='maybe'", "true or false"]),
         ("model.activation=relu", ["model.activation='relu'", "softplus"]),
@@ -180,6 +181,11 @@ def test_bad_arguments_get_one_clear_message_before_any_work(
         ("-m seed=interval(0,1)", "seed=interval(0,1): only a sweeper that optimises can choose"),
         ("-m seed=1,2 +hydra.sweeper.params.seed=3", "params.seed=3: only in a config file"),
         ("-m hydra/sweeper=optnua seed=0,1", "hydra/sweeper=optnua: not a choice; "),
+        (
+            "experiment=smoke task._target_=tests.toy.Toy",
+            "rows (experiment=smoke sets it: CONTRIBUTING.md says what a task needs for that)",
+        ),
+        ("experiment=smoke shape.d_model=63", "set shape.head_dim (experiment=smoke sets it)"),
     ],
 )
 def test_a_slip_is_answered_once_with_what_was_meant(

@@ -45,6 +45,7 @@ def test_good_values_pass_and_integers_serve_as_numbers() -> None:
         ({"betas": [0.9, 1.0]}, ("train.betas=[0.9, 1.0]", "< 1")),
         ({"weight_decay": -0.1}, ("train.weight_decay=-0.1",)),
         ({"warmup_steps": -1}, ("train.warmup_steps=-1",)),
+        ({"eps": 1e-60}, ("train.eps=1e-60", "float32", "1.2e-38")),
         ({"clip_norm": 0}, ("train.clip_norm=0.0", "above 0")),
         ({"eval_every": None}, ("train.eval_every=null", "an integer")),
     ],

@@ -120,6 +120,9 @@ def test_real_input_is_for_pixels_and_stands_in_the_protocol(
 ) -> None:
     with pytest.raises(ValueError, match="shape.input=real: values of task toy are symbols"):
         run(tmp_path, shape={"input": "real"})
+    for change in ({"input_mean": 0.4}, {"input_std": 0.5}):
+        with pytest.raises(ValueError, match="act only where .*, not with task toy; expected 0"):
+            run(tmp_path, shape=change)
     monkeypatch.setattr(Toy, "picture_size", (3, 4))
     assert run(tmp_path, shape={"input": "real"}).protocol.options == {"input": "real"}
     assert run(tmp_path / "ids").protocol.options == {}
@@ -344,15 +347,20 @@ def test_a_limit_of_time_does_not_change_what_a_number_means(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_made_up_data_are_told_where_there_are_real_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: bool
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    there: bool,
 ) -> None:
+    monkeypatch.setattr("filecmp.cmpfiles", None)  # equal copies are known by their checksums
     words = ["task=listops", "experiment=smoke", *sizes_of_listops()]
     place = [f"paths.{p}={tmp_path / p}" for p in ("data", "cache", "outputs", "results")]
     if there:
         (tmp_path / "data/listops").mkdir(parents=True)
         for split in ("train", "val", "test"):
             rows = ["Source\tTarget", "[MAX 2 9 ]\t9"]
-            (tmp_path / f"data/listops/basic_{split}.tsv").write_text("\n".join(rows) + "\n")
+            for folder in (tmp_path / "data/listops", tmp_path / "data"):
+                (folder / f"basic_{split}.tsv").write_text("\n".join(rows) + "\n")
     smoke = typed(compose_config([*words, *place]))
     run_job(smoke, [], Reference(typed(compose_config(["task=listops"])), SOFTMAX))
     out = capsys.readouterr().out

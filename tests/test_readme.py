@@ -98,7 +98,8 @@ RULES = [
     Rule(r"scripts/benchmark.py", "^record +results/benchmarks/", CELL),
     Rule(r"scripts/get_data.sh", "download failed .*run this again to go on", code=1,
          environment=(("LRA_TEXT_URL", "http://127.0.0.1:9"),
-                      ("LRA_IMAGE_URL", "http://127.0.0.1:9"))),
+                      ("LRA_IMAGE_URL", "http://127.0.0.1:9"),
+                      ("LRA_RELEASE_URL", "http://127.0.0.1:9"))),
     Rule(r"make help", "^run +"),
 ]  # fmt: skip
 NOT_RUN = {

@@ -79,6 +79,13 @@ def fingerprint_files(files: list[Path], memo_dir: Path) -> str:
     return known
 
 
+def known_equal(ours: list[Path], theirs: list[Path], memo_dir: Path | None) -> bool:
+    """Whether files have the same names and bytes; False also where nothing can be remembered."""
+    return memo_dir is not None and (
+        fingerprint_files(ours, memo_dir) == fingerprint_files(theirs, memo_dir)
+    )
+
+
 def _signature(files: list[Path]) -> tuple[list[str], str]:
     """The files' names below their common folder, and a hash of what `stat` says of them."""
     # Plain strings and one hash update: a tree of 50,000 files is checked at every start.
@@ -138,6 +145,7 @@ def _unreadable(error: OSError) -> OSError:
 
 def cache_folder(task: Task, cache_dir: Path) -> tuple[Path, str]:
     """Where this task's cache lies, and its fingerprint (of source content and settings)."""
+    task.memo_dir = cache_dir
     key = {
         "format": FORMAT_VERSION,
         "task": task.name,

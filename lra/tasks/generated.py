@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lra.tasks.archives import is_archive
 from lra.tasks.beside import listing
-from lra.tasks.task import SPLITS, Task
+from lra.tasks.task import SPLITS, Task, check_path
 
 ARCHIVES = ("lra_release", "lra_release.gz", "lra_release.tar", "lra_release.tar.gz")
 PACKED = r"lra_release.*\.(?:zip|7z|rar|part)"  # the release in forms that are not unpacked here
@@ -38,13 +38,7 @@ class GeneratedTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path is not None and not self.path.strip():
-            raise ValueError(f"task.path={self.path!r}: expected a path, or null for paths.data")
-        if self.path is not None and self.source in ("generated", "synthetic"):
-            raise ValueError(
-                f"task.path={self.path} names files, but task.source={self.source} reads none; "
-                "drop one of them"
-            )
+        check_path(self.path, self.source)
         for key in ("num_train", "num_val", "num_test"):
             value = getattr(self, key)
             if value is not None and not 1 <= value <= self.largest_split:

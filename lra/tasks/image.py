@@ -146,7 +146,7 @@ class Image(CorpusTask):
                 held = held_out(rows, self.val_fraction, self.split_seed)
             else:
                 held = np.arange(len(rows)) >= int((1 - self.val_fraction) * len(rows) + 0.5)
-            rows = [rows[i] for i in np.flatnonzero(held if split == "val" else ~held)]
+            rows = self.part(split, held)
         for pixels, label in rows:
             yield Example((pixels,), label)
 

@@ -29,6 +29,7 @@ import numpy as np
 from lra.console import counting
 from lra.tasks.archives import count_line_ends
 from lra.tasks.beside import apart, similar, unread
+from lra.tasks.cache import known_equal
 from lra.tasks.columnar import SUFFIXES, find_tables
 from lra.tasks.generated import PACKED, GeneratedTask
 from lra.tasks.listops_files import encode, evaluate, read_table, read_tsv
@@ -353,6 +354,9 @@ class ListOps(GeneratedTask):
             return None
         ours = self._names_in(folders[0])
         for other in folders[1:]:
+            first, second = ([folder / name for name in ours] for folder in (folders[0], other))
+            if self._names_in(other) == ours and known_equal(first, second, self.memo_dir):
+                continue
             _, differing, _ = filecmp.cmpfiles(folders[0], other, ours, shallow=False)
             if faults := differing or sorted({*ours} ^ {*self._names_in(other)}):
                 raise ValueError(

@@ -16,6 +16,7 @@ import numpy as np
 
 from lra.tasks.archives import is_archive
 from lra.tasks.beside import apart, listing, unread
+from lra.tasks.cache import known_equal
 from lra.tasks.columnar import (
     TableRow,
     arrow_rows,
@@ -24,7 +25,7 @@ from lra.tasks.columnar import (
     is_commit,
     table_rows,
 )
-from lra.tasks.task import SPLITS, Task
+from lra.tasks.task import SPLITS, Task, check_path
 
 READER_VERSION = 1  # raise it when the same files give other examples; part of the cache's name
 STAND_IN_VERSION = 1  # likewise for the synthetic stand-ins
@@ -64,13 +65,7 @@ class FileTask(Task):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.path is not None and not self.path.strip():
-            raise ValueError(f"task.path={self.path!r}: expected a path, or null for paths.data")
-        if self.path is not None and self.source not in ("auto", "files"):
-            raise ValueError(
-                f"task.path={self.path} names files, but task.source={self.source} reads none; "
-                "drop one of them"
-            )
+        check_path(self.path, self.source)
         for key in ("num_train", "num_val", "num_test"):
             value = getattr(self, key)
             if value is None:
@@ -114,7 +109,7 @@ class FileTask(Task):
             raise self._not_found()
         for other in places[1:]:
             if other.form == places[0].form and (
-                difference := _difference(places[0], other, self._files_at)
+                difference := _difference(places[0], other, self._files_at, self.memo_dir)
             ):
                 found = ", ".join(str(place.path) for place in places)
                 raise ValueError(
@@ -258,6 +253,20 @@ class CorpusTask(FileTask):
         if last:
             self._loaded = None
         return rows
+
+    def part(self, split: str, held_N: np.ndarray) -> list[Row]:
+        """Of the source's train those rows that are held out for `val`, or the others.
+
+        Raises:
+            ValueError: one of the two has none; names the key.
+        """
+        if len(np.unique(held_N)) == 1:
+            raise ValueError(
+                f"task.val_fraction={self.val_fraction}: of {len(held_N):,} training examples it "
+                f"holds out {'all' if held_N[0] else 'none'}; expected some in train and in val"
+            )
+        rows = self.rows("train")
+        return [rows[i] for i in np.flatnonzero(held_N if split == "val" else ~held_N)]
 
     def overlaps(self, other: Mapping[str, Any]) -> str:
         """Likewise: what is validation here is train where another part was held out, or none.
@@ -420,7 +429,9 @@ def distinct(places: Iterable[Place]) -> list[Place]:
     return list(found.values())
 
 
-def _difference(first: Place, second: Place, files_at: Callable[[Place], list[Path]]) -> str:
+def _difference(
+    first: Place, second: Place, files_at: Callable[[Place], list[Path]], memo_dir: Path | None
+) -> str:
     """What differs between the files of two places, empty if nothing."""
 
     def names(place: Place) -> dict[str, Path]:
@@ -434,6 +445,8 @@ def _difference(first: Place, second: Place, files_at: Callable[[Place], list[Pa
         return str(incomplete)
     if unmatched := sorted(ours.keys() ^ theirs.keys()):
         return f"{unmatched[0]} is in one only"
+    if known_equal([*ours.values()], [*theirs.values()], memo_dir):
+        return ""
     for name, file in ours.items():
         if not filecmp.cmp(file, theirs[name], shallow=False):
             return f"{name} differs"

@@ -33,6 +33,20 @@ class Example(NamedTuple):
     label: int
 
 
+def check_path(path: str | None, source: str) -> None:
+    """Refuse a `task.path` that is empty, or that is not read.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if path is not None and not path.strip():
+        raise ValueError(f"task.path={path!r}: expected a path, or null for paths.data")
+    if path is not None and source not in ("auto", "files"):
+        raise ValueError(
+            f"task.path={path} names files, but task.source={source} reads none; drop one of them"
+        )
+
+
 class Rule(NamedTuple):
     """Answers [N] to the examples of a split, found without a model."""
 
@@ -66,6 +80,7 @@ class Task(ABC):
 
     # Set by `prepare`; not configuration.
     num_workers: int = field(default=1, init=False, repr=False)
+    memo_dir: Path | None = field(default=None, init=False, repr=False)  # of files once compared
     work_dir: Path | None = field(default=None, init=False, repr=False)  # survives a killed build
     skipped: dict[str, list[str]] = field(default_factory=dict, init=False, repr=False)
     remarks: list[str] = field(default_factory=list, init=False, repr=False)

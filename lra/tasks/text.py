@@ -135,8 +135,7 @@ class Text(CorpusTask):
         else:
             rows = self.rows("train")
             if self.validation == "val":
-                held = held_out(rows, self.val_fraction, self.split_seed)
-                rows = [rows[i] for i in np.flatnonzero(held if split == "val" else ~held)]
+                rows = self.part(split, held_out(rows, self.val_fraction, self.split_seed))
         for text, label in rows:
             yield Example((text,), label)
 

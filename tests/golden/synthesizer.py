@@ -27,7 +27,7 @@ def arena_attention(case: Case) -> Result:
         lambda: SynthesizerAttention(
             shape,
             mode=config["synthesizer_mode"],
-            rank=config.get("k", 1),
+            rank=config.get("k", 2),
             dot_product=dot_product,
         )
     )

@@ -91,6 +91,7 @@ def test_every_option_changes_the_output(name: str) -> None:
         ({}, {"interaction": "sum"}, "interaction='sum': expected one of product, add, concat"),
         ({}, {"causal": True}, "causal=true: .* sums over all tokens"),
         ({}, {"norm_eps": 0.0}, "norm_eps=0.0: expected more than 0"),
+        ({}, {"norm_eps": 1e-50}, "norm_eps=1e-50: expected more than 0, from 1.2e-38"),
         ({}, {"norm_eps": float("nan")}, "norm_eps=nan: expected more than 0"),
         ({}, {"norm_eps": float("inf")}, "norm_eps=inf: expected more than 0"),
         (

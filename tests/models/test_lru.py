@@ -249,7 +249,9 @@ def test_groups_name_parameters_with_rates_of_their_own() -> None:
         ({"max_phase": 0.0}, "model.max_phase=0.0: expected more than 0"),
         ({"max_phase": float("inf")}, "model.max_phase=inf"),
         ({"block": "mine"}, "model.block='mine': expected shared or own"),
+        ({"max_phase": 1e300}, "model.max_phase=1e\\+300: .* to 3.4e38"),
         ({"norm_eps": 0.0}, "model.norm_eps=0.0: expected more than 0"),
+        ({"norm_eps": 1e-50}, "model.norm_eps=1e-50: expected more than 0, from 1.2e-38"),
         ({"norm_eps": float("nan")}, "model.norm_eps=nan: expected more than 0"),
         ({"norm_eps": float("inf")}, "model.norm_eps=inf: expected more than 0"),
         (

@@ -267,6 +267,7 @@ def test_filled_rows_are_keys_of_the_last_block() -> None:
 REFUSED = [
     (LocalAttention, {"pattern": "near"}, "model.pattern='near': .*window, blocks, strided"),
     (LocalAttention, {"window": 1}, "model.window=1: expected at least 2"),
+    (LocalAttention, {"window": 32, "pattern": "blocks"}, "window=32: acts only .*pattern=window"),
     (LocalAttention, {"block_size": 1}, "model.block_size=1: expected at least 2"),
     (LocalAttention, {"pattern": "strided", "causal": True}, "model.causal=true .*pattern=strided"),
     (LongformerAttention, {"window": 1}, "model.window=1: expected at least 2"),

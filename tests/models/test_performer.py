@@ -298,6 +298,7 @@ def test_later_keys_however_long_leave_earlier_rows_as_they_are() -> None:
             "orthogonal=false: acts only",
         ),
         ({"epsilon": 0.0}, "epsilon=0.0: expected more than 0"),
+        ({"epsilon": 1e-60}, "epsilon=1e-60: expected more than 0, from 1.2e-38"),
         ({"epsilon": float("nan")}, "epsilon=nan: expected more than 0"),
         ({"epsilon": float("inf")}, "epsilon=inf: expected more than 0"),
         ({"epsilon": 0.1, "features": "trigonometric"}, "epsilon=0.1: acts only.*epsilon=null"),

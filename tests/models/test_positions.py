@@ -258,7 +258,10 @@ class Bag(nn.Module):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: build("local", SHAPE, pattern="strided"), "rotary with model.pattern=strided"),
+        (
+            lambda: build("local", SHAPE, pattern="strided", window=64),
+            "rotary with model.pattern=strided",
+        ),
         (lambda: build("synthesizer", SHAPE), "model.dot_product=false: .*dot_product=true"),
         (
             lambda: build("performer", SHAPE, kernel="relu", num_features=None),

@@ -234,8 +234,8 @@ def test_a_faint_influence_of_later_tokens_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
-        ("local", {"pattern": "blocks", "block_size": 8}),
-        ("local", {"pattern": "blocks", "block_size": 3}),
+        ("local", {"pattern": "blocks", "window": 64, "block_size": 8}),
+        ("local", {"pattern": "blocks", "window": 64, "block_size": 3}),
         ("mega", {"bidirectional": False, "chunk_size": 24}),
         ("mega", {"bidirectional": False, "chunk_size": 8}),
     ],
@@ -252,7 +252,7 @@ def test_a_model_that_sees_to_the_end_of_a_block_sees_ahead(
 def test_a_model_that_steps_over_what_lies_near_sees_ahead(block_size: int) -> None:
     """Of blocks of 2 the nearest position that is read lies 551 off, beyond the usual probe."""
     shape = replace(SHORT, pooling="mean", max_length=1100)
-    encoder = build("local", shape, pattern="strided", block_size=block_size).encoder
+    encoder = build("local", shape, pattern="strided", window=64, block_size=block_size).encoder
     assert encoder.stride == 1100 // block_size + 1 and reads_ahead(encoder)
 
 

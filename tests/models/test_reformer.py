@@ -123,6 +123,10 @@ def test_every_option_changes_the_output(name: str) -> None:
         ({"variant": "lra"}, "variant='lra': expected one of hashed, arena"),
         ({"variant": "arena", "mask_later": True}, "variant='arena': .* neither model.mask_later"),
         ({"variant": "arena", "padded_chunks": True}, "variant='arena': .* model.padded_chunks"),
+        (
+            {"variant": "arena", "num_buckets": 10, "chunk_length": 32},
+            "chunk_length=32: acts only with model.variant=hashed or model.num_buckets=null",
+        ),
         ({"causal": True}, "causal=true: .* later tokens .*mask_later=true"),
     ],
 )
@@ -370,7 +374,7 @@ def test_memory_for_the_backward_pass_is_linear_in_length() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 5, 6, 7, 48])
 def test_the_arenas_variant_takes_any_length_and_lets_padding_in(length: int, path: None) -> None:
-    model = mixer(num_buckets=6, num_hashes=1, variant="arena")
+    model = mixer(num_buckets=6, num_hashes=1, variant="arena", chunk_length=64)
     x_BLD, mask_BL = batch(length, length=length + 1)
     x_BLD.requires_grad_()
     y_BLD = model(x_BLD, mask_BL)

@@ -175,6 +175,7 @@ def test_causal_and_one_way_models_refuse_what_cannot_be() -> None:
         ("real_part", "abs", "model.real_part='abs': .*exp, relu"),
         ("dt_transform", "none", "model.dt_transform='none': .*softplus, exp"),
         ("dt_min", 0.0, "model.dt_min=0.0"),
+        ("dt_min", 1e-60, "model.dt_min=1e-60: expected more than 0, from 1.2e-38"),
         ("dt_min", 0.1, "model.dt_min=0.1 with model.dt_max=0.1"),
         ("dt_max", math.inf, "model.dt_max=inf"),
         ("num_copies", 0, "model.num_copies=0"),

@@ -242,6 +242,7 @@ def test_builds_without_memory() -> None:
         ({"c_init": "zeros"}, "model.c_init='zeros': expected one of lecun_normal"),
         ({"gate": "glu"}, "model.gate='glu': expected one of full_glu, half_glu1"),
         ({"step_rescale": 0.0}, "model.step_rescale=0.0: expected more than 0"),
+        ({"step_rescale": 1e300}, "model.step_rescale=1e\\+300: .* to 3.4e38"),
         ({"dt_min": 0.1}, "model.dt_min=0.1, model.dt_max=0.1: expected 0 < dt_min < dt_max"),
         ({"dt_min": 0.0}, "model.dt_min=0.0"),
         ({"dt_max": float("inf")}, "model.dt_max=inf"),

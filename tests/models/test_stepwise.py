@@ -24,7 +24,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("s4d", {"block": "own"}, {"norm_kind": "batch", "input": "real", "positions": "none"}),
     ("luna", {"tie_kv": True, "activation": "elu"}, {"embedding_scale": True}),
     ("luna", {}, {"norm": "post", "norm_kind": "batch", "embedding_norm": True}),
-    ("local", {"pattern": "blocks", "block_size": 6}, {}),
+    ("local", {"pattern": "blocks", "window": 64, "block_size": 6}, {}),
     ("local", {"window": 2}, {}),
     ("mega", {"chunk_size": None, "position_bias": "rotary", "truncation": 3}, {}),
     ("performer", {"kernel": "relu"}, {}),

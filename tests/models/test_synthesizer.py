@@ -167,6 +167,7 @@ def test_factors_suffice_for_every_length() -> None:
         ({"mode": ""}, "model.mode='': expected one or several of"),
         ({"mode": "dense+dense"}, r"model.mode='dense\+dense': expected"),
         ({"rank": 0}, "model.rank=0: expected at least 1"),
+        ({"rank": 4, "mode": "random+dense"}, "model.rank=4: acts only .*mode=factorized_random"),
     ],
 )
 def test_refuses(knobs: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ import lra.tasks.cache
 from lra.files import append, write_atomically
 from lra.tasks.batches import Batch, TokenArrays, epoch_order, eval_batches, train_batches
 from lra.tasks.cache import fingerprint_files, prepare, stratified, verify
-from lra.tasks.task import Example
+from lra.tasks.task import Example, Task
 from tests import programs
 from tests.programs import ROOT
 from tests.toy import SIZES, Toy, toy_data
@@ -162,6 +162,35 @@ def test_processes_are_as_many_as_cores_that_may_be_used(
     monkeypatch.setattr(sys, "path", [*sys.path])
     with pytest.raises(KeyboardInterrupt, match="3"):
         runpy.run_path(str(ROOT / "scripts" / words[0]))["main"]()
+
+
+@pytest.mark.parametrize(("task", "code"), [("listops", 1), ("all", 2)])
+def test_a_fault_of_the_code_is_no_bad_data_and_stops_no_other_task(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, code: int
+) -> None:
+    def fails(task: Task, *_: object, **__: object) -> None:
+        raise TypeError("slip") if task.name == "listops" else ValueError("no files")
+
+    monkeypatch.setattr("lra.tasks.cache.prepare", fails)
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", f"task={task}"])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert runpy.run_path(str(ROOT / "scripts/prepare_data.py"))["main"]() == code
+    shown = capsys.readouterr().err
+    assert re.search("listops: Traceback .*in fails\n.*TypeError: slip\n", shown, re.DOTALL)
+    assert shown.count("Traceback") == 1 and "error: listops" not in shown
+    assert ("error: text: no files\n" in shown) == (task == "all")
+
+
+def test_a_cache_older_than_the_tasks_code_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, task = toy_data(tmp_path), toy(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    compare = runpy.run_path(str(ROOT / "scripts/prepare_data.py"))["compare_with_source"]
+    compare(task, data)
+    task.rows = dict.fromkeys(SIZES, [(bytes([1]), 1)])
+    with pytest.raises(ValueError, match="example 0 differs from toy.*raise the version in its se"):
+        compare(task, data)
 
 
 def test_a_changed_byte_fails_verification(tmp_path: Path) -> None:
@@ -332,6 +361,7 @@ def test_examples_in_two_splits_are_counted_and_most_are_refused(tmp_path: Path)
     task = ToyFiles(data_dir=tmp_path, max_length=1, rows=rows)  # cut, but compared as they are
     remarks = prepare(task, tmp_path / "cache").meta["remarks"]
     assert remarks == ["2 of the 4 test examples are in train, too"]
+    assert prepare(task, tmp_path / "cache").meta["remarks"] == remarks  # of the ready cache, too
     task.rows = rows | {"test": [*rows["test"][:3], others[0]]}
     with pytest.raises(
         ValueError, match="3 of the 4 test examples are in train, .*has a file been"

@@ -346,6 +346,20 @@ def test_val_is_the_last_tenth_of_train(tmp_path: Path) -> None:
     assert [len(rows(wider, split)) for split in SPLITS] == [75, 25, 20]
 
 
+@pytest.mark.parametrize(
+    ("split", "fraction", "amount"),
+    [("lra", 0.9999, "all"), ("lra", 1e-4, "none"), ("stratified", 0.9999, "all")],
+)
+def test_a_fraction_that_leaves_a_split_empty_is_named(
+    tmp_path: Path, split: Any, fraction: float, amount: str
+) -> None:
+    write_batches(tmp_path / INNER)
+    task = Image(data_dir=tmp_path, split=split, val_fraction=fraction)
+    expected = f"task.val_fraction={fraction}: of 100 training examples it holds out {amount};"
+    with pytest.raises(ValueError, match=expected):
+        prepare(task, tmp_path / "cache")
+
+
 def test_the_stratified_split_follows_seed_and_content(tmp_path: Path) -> None:
     write_batches(tmp_path / INNER)
     task = Image(data_dir=tmp_path, split="stratified")

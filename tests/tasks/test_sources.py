@@ -9,6 +9,7 @@ import http.server
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,7 +26,10 @@ from lra.tasks import archives, columnar
 from lra.tasks.archives import is_archive, read_file, tar_members
 from lra.tasks.cache import cache_folder, prepare
 from lra.tasks.image import Image
+from lra.tasks.listops import FILES as LISTOPS_FILES
 from lra.tasks.listops import ListOps
+from lra.tasks.retrieval import FILES as AAN_FILES
+from lra.tasks.retrieval import Retrieval
 from lra.tasks.text import Text
 
 ROOT = Path(__file__).parents[2]
@@ -274,6 +278,27 @@ def test_no_path_is_not_the_folder_of_the_command(make: Any, tmp_path: Path) -> 
         make(data_dir=tmp_path, path="")
 
 
+@pytest.mark.parametrize(
+    ("make", "folder", "names"),
+    [(Retrieval, "aan", [*AAN_FILES.values()]), (ListOps, "listops", LISTOPS_FILES)],
+)
+def test_equal_copies_are_compared_once(
+    make: Any, folder: str, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (tmp_path / "data" / folder, tmp_path / "data"):
+        place.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (place / name).write_text(f"{name}\n")
+    found = cache_folder(make(data_dir=tmp_path / "data"), tmp_path / "cache")
+    with monkeypatch.context() as then:
+        for reader in ("filecmp.cmp", "filecmp.cmpfiles", "lra.tasks.cache.file_sha256"):
+            then.setattr(reader, None)
+        assert cache_folder(make(data_dir=tmp_path / "data"), tmp_path / "cache") == found
+    (place / names[1]).write_text(f"{names[1][::-1]}\n")
+    with pytest.raises(ValueError, match=f"differ in {names[1]}|{names[1]} differs"):
+        cache_folder(make(data_dir=tmp_path / "data"), tmp_path / "cache")
+
+
 def write_hub_folder(folder: Path, last: str = "c") -> Path:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder.mkdir(exist_ok=True)
@@ -476,6 +501,29 @@ def test_a_forgotten_folder_is_not_guessed(tmp_path: Path, word: str) -> None:
     assert done.returncode == 2 and f"'{word}': expected a folder first" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data", "text", "image"], "'image': expected nothing behind 'text'"),
+        (["data", ""], "unknown: ''; expected text, image, release (for retrieval) or all"),
+        (["data", "retrieval"], "unknown: 'retrieval'; expected text, image, release"),
+    ],
+)
+def test_words_that_are_not_understood_fetch_nothing(
+    tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = get_nothing(tmp_path, *words)
+    assert done.returncode == 2 and said in done.stderr
+
+
+def test_without_curl_the_reason_is_said(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [shutil.which("bash") or "", str(SCRIPT), "data"], env={"PATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "curl is not installed" in done.stderr
+
+
 @pytest.mark.parametrize("what", NAMES)
 def test_a_download_comes_whole_and_once(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "new folder"
@@ -575,7 +623,7 @@ def test_a_refused_release_says_what_to_do(tmp_path: Path) -> None:
 def test_a_release_that_is_a_page_is_refused(tmp_path: Path) -> None:
     with serve({"/lra_release.gz": b"<html>sign in</html>"}) as (url, _):
         done = get_data(tmp_path, "release", url)
-    assert done.returncode == 1
+    assert done.returncode == 1 and "no gzip file, it begins with 3c68, expected" in done.stderr
     assert [file.name for file in tmp_path.iterdir()] == ["lra_release.gz.bad"]
 
 
@@ -646,7 +694,7 @@ def test_a_download_that_stalls_is_given_up(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
     done = get_data(tmp_path, "listops", "http://127.0.0.1:9")
     assert done.returncode == 2
-    assert "expected text, image, release (with retrieval) or all" in done.stderr
+    assert "expected text, image, release (for retrieval) or all" in done.stderr
 
 
 def test_messages_and_script_name_the_same_addresses() -> None:

@@ -188,6 +188,12 @@ def test_a_tiny_class_still_has_a_validation_row(tmp_path: Path) -> None:
     assert sorted(label for _, label in found["val"]) == [0, 1]
 
 
+def test_a_fraction_that_leaves_nothing_to_train_on_is_named(tmp_path: Path) -> None:
+    task = Text(data_dir=write_tree(tmp_path, make_reviews()), val_fraction=0.9999)
+    with pytest.raises(ValueError, match=r"task\.val_fraction=0\.9999: of 40 .* holds out all"):
+        prepare(task, tmp_path / "cache")
+
+
 def test_limits_keep_both_classes(tmp_path: Path) -> None:
     task = Text(data_dir=write_tree(tmp_path, make_reviews()), limit_train=4, limit_test=2)
     dataset = prepare(task, tmp_path / "cache")
