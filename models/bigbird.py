@@ -107,7 +107,8 @@ class BigBirdAttention(nn.Module):
         self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, mask_BL: Tensor, dropout: float
     ) -> Tensor:
         """Heads in, heads out, [B, H, L, K]."""
-        rows, length, device = self.block_size, q_BHLK.shape[2], q_BHLK.device
+        length, device = q_BHLK.shape[2], q_BHLK.device
+        rows = min(self.block_size, length)
         num_blocks = -(-length // rows)
         has_last = num_blocks == self.num_blocks
         end_start = (num_blocks - 1) * rows if has_last else length  # where the last block begins

@@ -233,8 +233,10 @@ def short_convolution(v_BHLK: Tensor, filter_HW: Tensor) -> Tensor:
     As products of windows with a banded matrix: several times faster than PyTorch's depth-wise
     convolution on a CPU, forward and backward.
     """
-    num_heads, width = filter_HW.shape
     length, block = v_BHLK.shape[2], SHORT_BLOCK
+    unread = max(0, filter_HW.shape[1] // 2 - (length - 1))  # taps at each end beyond all positions
+    filter_HW = filter_HW[:, unread : filter_HW.shape[1] - unread]
+    num_heads, width = filter_HW.shape
     span = block + width - 1  # inputs that one block of outputs sees
     padded = F.pad(v_BHLK, (0, 0, width // 2, width // 2 + -length % block))
     windows = padded.unfold(2, span, block)  # [B, H, blocks, K, span]

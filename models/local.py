@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from models.layers import PastTokens, StackedLinear, attend, check_causal, check_stepwise
 from models.patterns import attend_pieces
-from models.pieces import Window, distance_mask, key_mask
+from models.pieces import Window, distance_mask, key_mask, near_keys
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -126,30 +126,22 @@ class LocalAttention(nn.Module):
 
     def attend(self, q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, mask_BL: Tensor) -> Tensor:
         """Heads in, heads out, [B, H, L, K]; of pattern strided in the order of its blocks."""
-        back, ahead = (self.window - 1) // 2, self.window // 2
-        if self.causal:
-            ahead = 0
         if self.pattern == "window":
-            rows = max(1, min(128, max(back, ahead)))
-            before, after = -(-back // rows), -(-ahead // rows)
-            allowed = [
-                distance_mask(
-                    rows, q_BHLK.device, back=back, ahead=ahead, before=before, after=after
-                ),
-                key_mask(mask_BL, rows, before=before, after=after),
-            ]
+            back, ahead = (self.window - 1) // 2, 0 if self.causal else self.window // 2
+            piece, rows = near_keys(mask_BL, back=back, ahead=ahead)
         else:
-            rows, before, after = self.block_size, 0, 0
+            rows = min(self.block_size, mask_BL.shape[1])
             allowed = [key_mask(mask_BL, rows)]
             if self.pattern == "strided":  # queries that count as padding read evenly
                 allowed = [allowed[0] & allowed[0].mT]
             elif self.causal:
                 allowed += [distance_mask(rows, q_BHLK.device, back=rows, ahead=0)]
+            piece = Window(allowed)
         return attend_pieces(
             q_BHLK,
             k_BHLK,
             v_BHLK,
-            [Window(allowed, before, after)],
+            [piece],
             block_rows=rows,
             dropout=self.dropout if self.training else 0.0,
         )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from models.dropout import Dropout
 from models.layers import StackedLinear, check_causal
 from models.patterns import attend_pieces
-from models.pieces import Chosen, Window, distance_mask, key_mask
+from models.pieces import Chosen, Window, near_keys
 from models.positions import Rotary
 from models.shape import Shape
 
@@ -70,19 +70,13 @@ class LongformerAttention(nn.Module):
         """As `forward`, where position index_M[m] of example b is global if is_global_BM[b, m]."""
         q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         back, ahead = (self.window - 1) // 2, 0 if self.causal else self.window // 2
-        rows = max(1, min(128, max(back, ahead)))
-        before, after = -(-back // rows), -(-ahead // rows)
-        device = x_BLD.device
         is_local_BL = mask_BL.index_copy(1, index_M, mask_BL[:, index_M] & ~is_global_BM)
-        allowed = [
-            distance_mask(rows, device, back=back, ahead=ahead, before=before, after=after),
-            key_mask(is_local_BL, rows, before=before, after=after),
-        ]
-        pieces: list[Window | Chosen] = [Window(allowed, before, after)]
+        near, rows = near_keys(is_local_BL, back=back, ahead=ahead)
+        pieces: list[Window | Chosen] = [near]
         if len(index_M) > 0:
             allowed = [(mask_BL[:, index_M] & is_global_BM)[:, None, None, None]]
             if self.causal:
-                position_L = torch.arange(-(-x_BLD.shape[1] // rows) * rows, device=device)
+                position_L = torch.arange(-(-x_BLD.shape[1] // rows) * rows, device=x_BLD.device)
                 allowed.append((index_M <= position_L[:, None]).unflatten(0, (-1, rows)))
             pieces.append(Chosen(allowed, index_M))
         rate = self.dropout.p if self.training else 0.0

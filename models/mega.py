@@ -493,8 +493,12 @@ class MegaAttention(nn.Module):
         self.attention_function: AttentionFunction = attention_function
         self.chunk_size = chunk_size
         self.causal = causal
+        num_rows = shape.max_length + (shape.pooling == "cls")
         self.ema = MovingAverage(
-            shape.d_model, ema_size=ema_size, bidirectional=bidirectional, truncation=truncation
+            shape.d_model,
+            ema_size=ema_size,
+            bidirectional=bidirectional,
+            truncation=None if truncation is None else min(truncation, num_rows),
         )
         width, bias = shape.d_model, shape.attention_bias
         self.value = nn.Linear(width, v_size, bias=bias)
@@ -506,7 +510,6 @@ class MegaAttention(nn.Module):
         if position_bias == "rotary":
             self.position_bias = RotaryBias(z_size)
         else:
-            num_rows = shape.max_length + (shape.pooling == "cls")
             self.position_bias = SimpleBias(num_rows if chunk_size is None else chunk_size)
         inner_dropout = shape.activation_dropout
         self.value_dropout = Dropout(shape.dropout if inner_dropout is None else inner_dropout)
@@ -617,7 +620,7 @@ class MegaAttention(nn.Module):
             q_B1Z = q_B1Z / count
         score_B1C = q_B1Z @ k_BCZ.mT + self.position_bias.distances(count)[:count]
         weight_B1C = self.attention_dropout(weights(score_B1C, self.attention_function))
-        h_B1D = self.candidate(h_B1D, r_B1V, weight_B1C @ v_BCV)
+        h_B1D = self.candidate(h_B1D, r_B1V, weight_B1C.to(v_BCV.dtype) @ v_BCV)
         return gate_B1D, h_B1D, MegaState(average, k_BCZ, v_BCV)
 
 

@@ -282,6 +282,22 @@ def product(q_BHgRK: Tensor, k_NKJ: Tensor, out: Tensor | None) -> Tensor:
     return out
 
 
+def near_keys(mask_BL: Tensor, *, back: int, ahead: int) -> tuple[Window, int]:
+    """The keys at most `back` positions before a query, `ahead` behind it; and the rows of a block.
+
+    However far that is, no more blocks are read than there are.
+    """
+    length = mask_BL.shape[1]
+    rows = max(1, min(128, length, max(back, ahead)))
+    others = (length - 1) // rows
+    before, after = min(-(-back // rows), others), min(-(-ahead // rows), others)
+    allowed = [
+        distance_mask(rows, mask_BL.device, back=back, ahead=ahead, before=before, after=after),
+        key_mask(mask_BL, rows, before=before, after=after),
+    ]
+    return Window(allowed, before, after), rows
+
+
 def key_mask(mask_BL: Tensor, rows: int, *, before: int = 0, after: int = 0) -> Tensor:
     """Of a `Window`, which keys are True in the mask, [B, 1, G, 1, J]; none beyond the ends."""
     mask_BP = F.pad(mask_BL, (before * rows, -mask_BL.shape[1] % rows + after * rows))

@@ -108,14 +108,15 @@ class SinkhornAttention(nn.Module):
     def forward(self, x_BLD: Tensor, mask_BL: Tensor) -> Tensor:
         """Mix tokens; mask_BL is True at real tokens. Results at padding mean nothing."""
         length = x_BLD.shape[1]
+        size = min(self.block_size, length)
         qkv_BLTHK = self.qkv(x_BLD).unflatten(2, (3, self.num_heads, -1))
         qkv_BLE = self.rotary.stacked(qkv_BLTHK, 2).flatten(2)
-        if length % self.block_size:
-            rest = -length % self.block_size
+        if length % size:
+            rest = -length % size
             qkv_BLE = F.pad(qkv_BLE, (0, 0, 0, rest))
             mask_BL = F.pad(mask_BL, (0, rest))
-        mask_BNS = mask_BL.unflatten(1, (-1, self.block_size))
-        sizes = {"h": self.num_heads, "s": self.block_size}
+        mask_BNS = mask_BL.unflatten(1, (-1, size))
+        sizes = {"h": self.num_heads, "s": size}
         if self.variant == "arena":
             qkv = rearrange(qkv_BLE, "b (s n) (t h k) -> t b h n s k", t=3, **sizes)
             y_BLE = rearrange(self.attend_as_arena(qkv, mask_BNS), "b h n s k -> b (s n) (h k)")

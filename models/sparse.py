@@ -84,14 +84,15 @@ class SparseAttention(nn.Module):
         """Mix tokens; padding is read by nobody. [B, L, D]."""
         q_BHLK, k_BHLK, v_BHLK = self.rotary.heads(self.qkv(x_BLD), self.num_heads)
         rate = self.dropout if self.training else 0.0
+        rows = min(self.block_size, max(1, x_BLD.shape[1] - int(self.opens_first)))
         # The opened position becomes the last row of a block of its own, in front of the others.
-        front = self.block_size - 1 if self.opens_first else 0
+        front = rows - 1 if self.opens_first else 0
         y_BHLK = attend_pieces(
             q_BHLK,
             k_BHLK,
             v_BHLK,
-            self.pieces(mask_BL, front),
-            block_rows=self.block_size,
+            self.pieces(mask_BL, rows, front),
+            block_rows=rows,
             front=front,
             dropout=rate,
             open_M=mask_BL.new_zeros(1, dtype=torch.long) if self.opens_first else None,
@@ -99,9 +100,9 @@ class SparseAttention(nn.Module):
         )
         return self.out(rearrange(y_BHLK, "b h l k -> b l (h k)"))
 
-    def pieces(self, mask_BL: Tensor, front: int) -> list[Piece]:
-        """What the blocks read, which lie behind `front` rows of zeros."""
-        rows, device, first = self.block_size, mask_BL.device, int(self.opens_first)
+    def pieces(self, mask_BL: Tensor, rows: int, front: int) -> list[Piece]:
+        """What the blocks of `rows` read, which lie behind `front` rows of zeros."""
+        device, first = mask_BL.device, int(self.opens_first)
         # The opened position is a key apart.
         mask_BP = F.pad(mask_BL[:, first:], (front + first, 0))
         mask_BP = F.pad(mask_BP, (0, -mask_BP.shape[1] % rows))

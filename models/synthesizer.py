@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.dropout import Dropout
+from models.dropout import Dropout, has_fast_path
 from models.layers import check_causal
 from models.positions import Rotary
 from models.shape import Shape
@@ -119,7 +119,8 @@ class SynthesizerAttention(nn.Module):
         random_HLL = self.random_logits(length)
         if self.is_alike:
             assert random_HLL is not None
-            if spread(random_HLL) < LARGEST_SPREAD:
+            # Only a CPU has the answer at once; for a GPU the host would wait in every layer.
+            if not has_fast_path(x_BLD) or spread(random_HLL) < LARGEST_SPREAD:
                 return self.out(self.read_alike(random_HLL, v_BHLK, mask_BL).to(x_BLD.dtype))
         k_BHLK = None
         if self.key is not None:
@@ -206,10 +207,12 @@ class SynthesizerAttention(nn.Module):
             if self.causal:
                 later_LL = torch.ones_like(logits_HLL[0], dtype=torch.bool).triu(1)
                 logits_HLL = logits_HLL.masked_fill(later_LL, -torch.inf)
+            fast = has_fast_path(v_BHLK)
+            if not fast:
+                logits_HLL = lowered(logits_HLL, mask_BL)
             weight_HLL = logits_HLL.softmax(dim=-1)
             v_BHLK = v_BHLK.to(weight_HLL.dtype)
-            # Only a CPU has the answer at once; for a GPU the host would wait.
-            has_padding = mask_BL.device.type != "cpu" or not bool(mask_BL.all())
+            has_padding = not fast or not bool(mask_BL.all())
             if has_padding:
                 v_BHLK = v_BHLK * mask_BL[:, None, :, None]
             y_HLBK = self.dropout(weight_HLL) @ rearrange(v_BHLK, "b h l k -> h l (b k)")
@@ -247,6 +250,18 @@ def xavier_table(num_heads: int, num_rows: int, num_columns: int) -> nn.Paramete
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision widened."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def lowered(logits_HLL: Tensor, mask_BL: Tensor) -> Tensor:
+    """None of them further above the largest that all examples read than one softmax can serve.
+
+    So examples that end early keep weights that can be divided. In longer ones a position that far
+    above takes all, as before; several, whose order is lost here, share it.
+    """
+    read_L = (mask_BL | ~mask_BL.any(dim=1, keepdim=True)).all(dim=0)
+    largest_HL1 = logits_HLL.detach().masked_fill(~read_L, -torch.inf).amax(dim=-1, keepdim=True)
+    largest_HL1 = largest_HL1.masked_fill(largest_HL1 == -torch.inf, torch.inf)
+    return logits_HLL.minimum(largest_HL1 + LARGEST_SPREAD)
 
 
 @torch.no_grad()

@@ -369,8 +369,8 @@ def test_an_evaluation_draws_no_random_numbers(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class MadeOnTheHost(TorchFunctionMode):
-    """Notes tensors that are made without a word on the device."""
+class OnTheHost(TorchFunctionMode):
+    """Notes tensors that are made without a word on the device, and values that are waited for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,12 +384,20 @@ class MadeOnTheHost(TorchFunctionMode):
         name, is_method = func.__name__, func.__qualname__.startswith("TensorBase")
         if name in made and not is_method and not (kwargs or {}).get("device"):
             self.found.append(f"{name}{args}")
+        read = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__",
+                "cpu", "numpy", "equal", "allclose", "nonzero", "argwhere", "masked_select",
+                "masked_scatter", "unique", "bincount"}  # fmt: skip
+        index = args[1] if name in ("__getitem__", "__setitem__") else ()
+        index = index if isinstance(index, tuple) else (index,)
+        chosen = any(isinstance(i, Tensor) and i.dtype == torch.bool for i in index)
+        if name in read or chosen or (name == "where" and len(args) + len(kwargs or {}) == 1):
+            self.found.append(f"{name} reads {args[0].shape}")
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_tensors_are_made_where_the_input_is(
+def test_tensors_are_made_where_the_input_is_and_no_value_is_waited_for(
     name: str, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     knobs: dict[str, Any] = {"causal": True} if causal else {}
@@ -407,7 +415,7 @@ def test_tensors_are_made_where_the_input_is(
     monkeypatch.setattr(convolution, "convolve_in_blocks", convolution.convolve_at_once)
     tokens_BSL, lengths_BS = batch(40, 7)
     for is_training in (True, False):
-        with MadeOnTheHost() as mode:
+        with OnTheHost() as mode:
             logits_BC = model.train(is_training)(tokens_BSL, lengths_BS)
             if is_training:
                 logits_BC.sum().backward()
@@ -586,6 +594,40 @@ def test_memory_and_work_grow_linearly_with_length(name: str) -> None:
         assert growth[0] < 2.1 < growth[1]
     else:
         assert max(growth) < 2.1, f"{name} is not linear; if it is not meant to be: QUADRATIC"
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "others"),
+    [
+        ("local", "window", {}),
+        ("local", "window", {"causal": True}),
+        ("local", "block_size", {"pattern": "blocks"}),
+        ("longformer", "window", {}),
+        ("bigbird", "block_size", {"num_random": 0}),
+        ("sparse", "block_size", {"pattern": "fixed"}),
+        ("sparse", "block_size", {"pattern": "strided"}),
+        ("conv", "kernel_size", {}),
+        ("luna", "projection_length", {}),
+        ("nystromformer", "num_landmarks", {}),
+        ("nystromformer", "conv_kernel_size", {}),
+        ("sinkhorn", "block_size", {}),
+        ("sinkhorn", "block_size", {"variant": "arena"}),
+        ("reformer", "chunk_length", {}),
+        ("mega", "chunk_size", {}),
+        ("mega", "truncation", {}),
+        ("s4d", "kernel_length", {}),
+    ],
+)
+def test_an_option_beyond_the_length_costs_no_more(
+    name: str, option: str, others: dict[str, Any]
+) -> None:
+    work = []
+    for value in (61, 401):
+        model = build(name, replace(SMALL, max_length=6 * value), **{option: value} | others)
+        with FlopCounterMode(display=False) as flops:
+            model(*batch(20, 9, 1)).sum().backward()
+        work.append(flops.get_total_flops())
+    assert work[0] == work[1]
 
 
 @pytest.mark.parametrize("name", MODELS)

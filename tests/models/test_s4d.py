@@ -310,6 +310,19 @@ def test_dropout_stands_before_and_behind_the_gelu_and_on_the_branch(tie_dropout
 # Precision and size.
 
 
+@pytest.mark.parametrize("dt_min, largest_error", [(1e-3, 2e-4), (1e-4, 6e-4)])
+def test_long_kernels_in_float32_are_as_near_to_float64_as_is_said(
+    dt_min: float, largest_error: float
+) -> None:
+    model = encoder(replace(SMALL, d_model=32), state_size=64, dt_min=dt_min)
+    kernel = model.blocks[0].mixer.kernel
+    with torch.no_grad():
+        taps_MDK, exact_MDK = kernel(16_384), kernel.double()(16_384)
+    assert taps_MDK.dtype == torch.float32
+    error_MD = (taps_MDK - exact_MDK).norm(dim=2) / exact_MDK.norm(dim=2)
+    assert float(error_MD.max()) < largest_error
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_kernels_in_low_precision_are_formed_in_float32(dtype: torch.dtype) -> None:
     kernel = encoder(state_size=32).blocks[0].mixer.kernel.to(dtype)

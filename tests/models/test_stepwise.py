@@ -86,6 +86,23 @@ def test_parallel_and_step_by_step_forms_agree(
         encoder.step(tokens_BL[:, :1], state)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name, knobs, layout", CASES)
+@torch.no_grad()
+def test_steps_in_low_precision(
+    name: str, knobs: dict[str, Any], layout: dict[str, Any], dtype: torch.dtype
+) -> None:
+    encoder = causal(name, knobs, layout).to(dtype)
+    tokens_BL = batch(9, 9)[0][:, 0]
+    expected_BLD = encoder(tokens_BL, torch.ones_like(tokens_BL, dtype=torch.bool))
+    state, rows = encoder.start(2), []
+    for tokens_B1 in tokens_BL.split(1, dim=1):
+        x_B1D, state = encoder.step(tokens_B1, state)
+        rows.append(x_B1D)
+    assert rows[0].dtype == dtype
+    assert largest_difference(torch.cat(rows, dim=1), expected_BLD) < 0.05
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_what_reads_ahead_does_not_start(name: str) -> None:
     expected = "causal=false|bidirectional=true" if name in STEPWISE else "cannot go from token"
