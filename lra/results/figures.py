@@ -177,15 +177,15 @@ def learning_curves(
     for (task, family, members), axes in zip_panels(parts, panels):
         cells = _chosen(members, task)
         seen: Counter[str] = Counter()
-        for row, cell in cells:
+        for i, (row, cell) in enumerate(cells):
             details = [row.recipe] * several + [row.variant] * bool(row.variant)
             label = f"{row.model} ({', '.join(details)})" if details else row.model
-            color = styles[row.model]["color"]  # which models may share
-            dashes = DASHES[seen[color] % len(DASHES)]
-            seen[color] += 1
+            # Models may share a color; where each has its lines in one panel, rows need not.
+            style = styles[row.model] | ({"color": COLORS[i % len(COLORS)]} if family else {})
+            dashes = DASHES[seen[style["color"]] % len(DASHES)]
+            seen[style["color"]] += 1
             for run in cell.runs:
-                if _line(axes, _accuracies(run), linestyle=dashes, label=label,
-                         **styles[row.model]):  # fmt: skip
+                if _line(axes, _accuracies(run), linestyle=dashes, label=label, **style):
                     label = "_"  # one entry in the legend for all seeds of a row
         fitting = [f for f in floors if f.task == task
                    and {f.data.fingerprint} == {cell.fingerprint for _, cell in cells}]  # fmt: skip

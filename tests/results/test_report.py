@@ -285,11 +285,14 @@ def test_rows_that_one_panel_has_no_room_for_have_one_for_each_family() -> None:
     def titles(models: list[str], families: dict[str, str]) -> list[str]:
         runs = [make_record(model=m, curve=[{"step": 9, "val_accuracy": accuracies[m]}])
                 for m in models]  # fmt: skip
-        styles = figures.model_styles(models)
+        styles = {m: style | {"color": "k"} for m, style in figures.model_styles(models).items()}
         shown = [a for a in figures.learning_curves(build(runs).rows, styles, (), families).axes
                  if a.get_visible()]  # fmt: skip
         assert len({a.get_ylim() for a in shown}) == 1
         assert sum(len(a.get_lines()) for a in shown) == len(models)  # each, however many
+        if len(shown) > 1:  # colors that models share are told apart within a panel
+            assert all(len({li.get_color() for li in a.get_lines()}) == len(a.get_lines())
+                       for a in shown)  # fmt: skip
         return [a.get_title() for a in shown]
 
     accuracies["none"] = 0.1
