@@ -11,7 +11,6 @@ longest length), N queries worked on at a time, R rank.
 from __future__ import annotations
 
 import math
-from itertools import count, repeat
 
 import torch
 import torch.nn.functional as F
@@ -130,14 +129,13 @@ class SynthesizerAttention(nn.Module):
         block_size = BLOCK_SIZE["cpu" if x_BLD.device.type == "cpu" else "other"]
         num_rows = max(1, block_size // (batch_size * self.num_heads * length))
         is_kept = num_rows >= length or not torch.is_grad_enabled()
+        if not is_kept and torch.compiler.is_compiling():  # Dynamo of PyTorch 2.13 fails below
+            return torch.compiler.disable(self.forward)(x_BLD, mask_BL)
         y_BNE = []
-        for start, x_BND, random_HNL in zip(
-            count(0, num_rows),
-            x_BLD.split(num_rows, dim=1),
-            repeat(None) if random_HLL is None else random_HLL.split(num_rows, dim=1),
-            strict=False,
-        ):
-            args = (start, x_BND, random_HNL, k_BHLK, v_BHLK, mask_BL)
+        for start in range(0, length, num_rows):
+            rows = slice(start, start + num_rows)
+            random_HNL = None if random_HLL is None else random_HLL[:, rows]
+            args = (start, x_BLD[:, rows], random_HNL, k_BHLK, v_BHLK, mask_BL)
             y_BNE.append(
                 self.read(*args) if is_kept else checkpoint(self.read, *args, use_reentrant=False)
             )

@@ -98,6 +98,23 @@ def test_queries_may_be_worked_on_a_few_at_a_time(
     torch.testing.assert_close(change, (gradient * model.value.weight).sum() / 2)
 
 
+@pytest.mark.parametrize("block_size", [2**20, 1], ids=["at_once", "by_rows"])
+def test_compiled_code_gives_the_same_at_every_length(
+    block_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(synthesizer, "BLOCK_SIZE", {"cpu": block_size})
+    torch.compiler.reset()
+    model = mixer("dense+random", dot_product=True)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    for lengths in ((11, 7), (14, 3)):
+        x_BLD, mask_BL = batch(*lengths)
+        results = []
+        for run in (compiled, model):
+            y_BLD = run(x_BLD, mask_BL)
+            results.append([y_BLD, *torch.autograd.grad(y_BLD.sum(), list(model.parameters()))])
+        torch.testing.assert_close(*results)
+
+
 def test_equals_the_naive_version_in_other_shapes() -> None:
     shape = replace(SMALL, head_dim=5, num_heads=3, attention_bias=False, pooling="cls")
     check_against_naive(mixer(MODES[-1], shape, rank=3, dot_product=True))
