@@ -332,6 +332,9 @@ def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure
     ]
     quantities = [q for q in quantities if any(q[1](c) for c in benchmark.cells)]
     figure, panels = make_panels(benchmark.title, len(modes), len(quantities))
+    num_models = sum(any(benchmark.series(m, mode) for mode in modes) for m in styles)
+    if num_models > MAX_ROWS:  # legends of two columns need room below
+        figure.set_figheight(figure.get_figheight() + len(modes) * num_models / 12)
     shown = " and ".join(title.partition(" (")[0] for title, _ in quantities)
     figure.set_label(f"By sequence length, {benchmark.name}: {shown}.")
     for axes, (mode, (title, read)) in zip(
@@ -357,7 +360,8 @@ def by_length(benchmark: Benchmark, styles: dict[str, dict[str, Any]]) -> Figure
         axes.set_xlabel("sequence length (tokens)")
         axes.set_ylabel(title)
         axes.set_title({"train": "training", "inference": "inference"}[mode], fontsize=9)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.36))
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.36),
+                    ncols=1 + (num_models > MAX_ROWS))  # fmt: skip
     return figure
 
 

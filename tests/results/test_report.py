@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from itertools import product
@@ -706,3 +707,19 @@ def test_efficiency_and_paper_tables_can_be_shown(board: Board) -> None:
     assert len(data["tables"]) == len(titled) > 5
     for _, header, rows, numeric in data["tables"]:
         assert all(len(row) == len(header) == len(numeric) for row in rows)
+
+
+@needs_matplotlib
+def test_a_benchmark_of_many_models_has_room_for_their_names(tmp_path: Path) -> None:
+    values = benchmark_values()
+    names = [f"model{i}" for i in range(20)]
+    values["cells"] = [cell | {"model": name} for name in names for cell in values["cells"][:2]]
+    path = tmp_path / "benchmarks" / "many.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(values))
+    ((benchmark,), _) = load_benchmarks(tmp_path)
+    figure = figures.by_length(benchmark, figures.model_styles(names))
+    with warnings.catch_warnings(action="error"):  # axes that had no place would have no size
+        figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert axes.get_window_extent().height > figure.bbox.height / 3
