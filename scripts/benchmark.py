@@ -350,8 +350,9 @@ def benchmark(settings: Settings, overrides: list[str], words: list[str]) -> Non
         if any(rounds.measured):
             config = fill(RunConfig, next(iter(configs.values())))
             found = as_record(rounds, config, settings)
+            told = [word for word in words if not word.startswith("paths.")]
             found = replace(
-                found, overrides=words, load_average=load_average, started_at=started_at, **limits
+                found, overrides=told, load_average=load_average, started_at=started_at, **limits
             )
             path = save(found, config.paths.results)
             for title, table in benchmark_tables(found):

@@ -104,7 +104,7 @@ class Benchmark:
     recipe: str = ""  # whose sizes and optimiser
     repeats: int | None = None
     max_step_s: float | None = None  # a step that takes longer is too slow
-    overrides: list[str] = field(default_factory=list)  # the words of the command
+    overrides: list[str] = field(default_factory=list)  # words of the command, without paths
     load_average: float | None = None  # over a minute, at the start
     started_at: str = ""
     finished_at: str = ""

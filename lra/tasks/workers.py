@@ -94,8 +94,7 @@ def _result(future: Future[Result]) -> Result:
 
 
 def _follow_parent() -> None:
-    """Leave interrupts and warnings, which a whole group may get, to the parent, and end when it is
-    killed instead of waiting for jobs."""
+    """Leave signals to a whole group to the parent; end when it is killed, not wait for jobs."""
     signal.set_wakeup_fd(-1)  # the parent's, where processes are forked
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
